@@ -30,6 +30,10 @@ from dsv4.cache.state import StateLayout
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.planner import LinkSizing, plan, plan_link
+from dsv4.planning.deployment import Weights, deploy
+from dsv4.planning.gpus import parse_gpus
+from dsv4.planning.layouts import layout_of
+from dsv4.planning.weights import PRESET_WEIGHTS
 from dsv4.residency_planner import plan_residency
 from dsv4.units import parse_bytes, parse_link, parse_tokens
 
@@ -238,6 +242,8 @@ def namespace(results: Sequence[BenchResult]) -> dict[str, Any]:
         "schema": _schema,
         "requests": _requests,
         "resident_requests": _resident_requests,
+        "weights": _weights,
+        "deployed": _deployed,
         "memory": _memory,
         "snapshot_bytes": lambda model: plan(_schema(model)).snapshot_bytes,
         "state_bytes": _state_bytes,
@@ -287,6 +293,27 @@ def _resident_requests(model: str, memory: str, host_memory: str, context: str) 
         context_tokens=parse_tokens(context),
         link_bytes_per_second=1,  # the number does not depend on it
     ).requests
+
+
+def _weights(model: str) -> int:
+    """Bytes of the checkpoint, without draft layers."""
+    spec = ModelSpec.preset(model)
+    return Weights.derived(spec, PRESET_WEIGHTS[model], drafts=False).total_bytes
+
+
+def _deployed(model: str, gpus: str, context: str, whose: str = "dsv4") -> Values:
+    """As many requests as `dsv4 plan --gpus` says; of vLLM and SGLang at least and at most."""
+    found, spec = parse_gpus(gpus), ModelSpec.preset(model)
+    (fit,) = deploy(
+        spec,
+        found,
+        Weights.derived(spec, PRESET_WEIGHTS[model], drafts=False),
+        layout=layout_of(found.count),
+        make_schema=CacheSchema.build,
+        contexts=[parse_tokens(context)],
+    ).chosen.fits
+    counts = [fit.requests] if whose == "dsv4" else sorted(set(fit.peers[whose]))
+    return np.array(counts, dtype=float)
 
 
 def _memory(what: str, whose: str) -> list[float]:

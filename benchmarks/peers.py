@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Call
+from dsv4.planning.peers import PEERS
 
 # ---- measured separately ------------------------------------------------------------------------
 
@@ -162,9 +163,18 @@ COMPOSED_CHUNK_US = {(8_192, 0): 60e3, (8_192, 122_880): 174e3, (8_192, 1_040_38
 # launches of cache writes in a decode step of V4-Flash
 WRITE_LAUNCHES = {"vLLM": "187", "SGLang": "about 230"}
 # V4-Flash: what -> (DeepSeek's papers, vLLM, SGLang)
+_VLLM, _SGLANG = PEERS
 MEMORY = {
-    "bytes a token": ("3,514.25", "3,915", "7,033 to 7,705"),
-    "bytes a request, at any length": ("15.4 MB", "26.1 MB", "+ 10 MiB of HCA ring"),
+    "bytes a token": (
+        "3,514.25",
+        f"{_VLLM.token_bytes[0]:,}",
+        " to ".join(f"{size:,}" for size in _SGLANG.token_bytes),
+    ),
+    "bytes a request, at any length": (
+        "15.4 MB",
+        f"{_VLLM.request_bytes / 1e6} MB",
+        f"+ {_SGLANG.request_bytes >> 20} MiB of HCA ring",
+    ),
     "the same, online HCA state, without the draft layer's window": ("4.6 MB", "", ""),
 }
 # ours with all heads, by batch

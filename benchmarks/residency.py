@@ -6,7 +6,7 @@ others are ones that it has not named for a long time. An entry always comes fro
 of the context, so that the entries of a selection are different and in order. They change between
 replays of one captured graph, outside of the time that is measured; indexer and top-k run as usual,
 and their result is not used. Steps name few distinct blocks, as in decode_step.py, and the host has
-the same ones: a note says how many.
+the same ones: a note says how many. Cases with targets come first, so that a short run has them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from benchmarks import timing
 from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS, DecodeStep
 from dsv4.cache.pages import Page
+from dsv4.cache.repeats import Key, Repeats
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
-from dsv4.ops.backend import Backend
+from dsv4.ops.backend import Backend, Repetition
 from dsv4.ops.calls import Attention, EntrySource, HotRows, Resolving
 from dsv4.reference.pages import page_rows
 from dsv4.units import format_tokens
@@ -36,20 +37,31 @@ from dsv4.units import format_tokens
 MODEL = "v4-flash"
 CSA_LAYER, RATIO = 2, 4
 BATCHES = (1, 16, 64, 256)
-HITS = (1.0, 0.95, 0.9, 0.5, 0.0)
-# at 1M tokens 38 requests fit on the device, and 78 with 256 GB of host memory
-STEP_BATCHES = {131_072: (1, 16, 64), 1_048_576: (1, 16, 38, 64, 78)}
+HITS = (1.0, 0.9, 0.0, 0.5, 0.95)
+# (context, batch): at 1M tokens 38 requests fit on the device, and 78 with 256 GB of host memory
+TARGETS = ((1_048_576, 64), (1_048_576, 16))
+OTHER_STEPS = tuple((1_048_576, batch) for batch in (78, 38, 1)) + tuple(
+    (131_072, batch) for batch in (16, 64, 1)
+)
 HOT_ENTRIES = 2048
-ARENA_BYTES = 20_000_000_000
+ARENA_BYTES = 10_000_000_000
+COMPILED_BYTES = 1_000_000_000  # of an arena that nothing is read of
 BLOCKS_AT_ONCE = 4096  # on their way to host memory
 CALLS = 20  # of `resolve` in one graph, each with its own tables
+NOT_TIMED = Measurement(microseconds=0.0, launches=0, must_move_bytes=0)
 WARM_STEPS, STEPS = 12, 20
 
 
 def cases() -> Iterator[Case]:
+    yield from _step_cases(TARGETS)
+    yield from _resolve_cases()
+    yield from _step_cases(OTHER_STEPS)
+
+
+def _resolve_cases() -> Iterator[Case]:
     model = ModelSpec.preset(MODEL)
     for batch in BATCHES:
-        for hits in HITS:
+        for hits in HITS:  # one after the other: they share their layers
             yield Case(
                 name=f"resolve {hits:.0%} hits batch {batch}",
                 suite="residency",
@@ -59,19 +71,22 @@ def cases() -> Iterator[Case]:
                 context=model.max_context,
                 measure=partial(_measure_resolve, model, batch, hits),
             )
-    for context, batches in STEP_BATCHES.items():
-        for batch in batches:
-            for hits in (None, *HITS):  # one after the other: they share a step
-                where = "on the device" if hits is None else f"{hits:.0%} hits"
-                yield Case(
-                    name=f"host step at {format_tokens(context)} {where} batch {batch}",
-                    suite="residency",
-                    series=f"host step at {format_tokens(context)} {where}",
-                    model=MODEL,
-                    batch=batch,
-                    context=context,
-                    measure=partial(_measure_step, model, batch, context, hits),
-                )
+
+
+def _step_cases(steps: Sequence[tuple[int, int]]) -> Iterator[Case]:
+    model = ModelSpec.preset(MODEL)
+    for context, batch in steps:
+        for hits in (None, *HITS):  # one after the other: they share a step
+            where = "on the device" if hits is None else f"{hits:.0%} hits"
+            yield Case(
+                name=f"host step at {format_tokens(context)} {where} batch {batch}",
+                suite="residency",
+                series=f"host step at {format_tokens(context)} {where}",
+                model=MODEL,
+                batch=batch,
+                context=context,
+                measure=partial(_measure_step, model, batch, context, hits),
+            )
 
 
 # ---- selections ----------------------------------------------------------------------------------
@@ -111,6 +126,11 @@ class HostLayer:
 
     call: Resolving
     selections: Selections
+
+    def set_hits(self, hits: float) -> None:
+        """From now on selections keep this share; counting begins anew."""
+        self.selections.missed = self.selections.share_missed(hits)
+        self.call.hot.counted.zero_()
 
 
 def hot_rows(slots: int, entries: int, records: int, device: str) -> HotRows:
@@ -184,7 +204,7 @@ def resolving_layers(
     assert page is not None
     width = schema.max_blocks_per_request
     blocks = min(batch * width, arena_bytes // schema.entries_bytes)
-    host = host_pool(blocks, schema.entries_bytes, device).bytes
+    host = host_rows(blocks, schema.entries_bytes, device, arena_bytes)
     rows_each = -(-records // page.rows)
     arena = torch.empty((batch * rows_each, schema.entries_bytes), dtype=torch.uint8, device=device)
     slot = torch.arange(batch, dtype=torch.int32, device=device)
@@ -210,22 +230,47 @@ def resolving_layers(
     ]
 
 
+def host_rows(rows: int, row_bytes: int, device: str, arena_bytes: int) -> Tensor:
+    """uint8 [rows, row_bytes] of host memory, which all cases share."""
+    pool = host_pool(max(arena_bytes, rows * row_bytes), device)
+    return pool.bytes.view(-1)[: rows * row_bytes].view(rows, row_bytes)
+
+
 @lru_cache(maxsize=1)
-def host_pool(rows: int, row_bytes: int, device: str) -> HostPool:
-    """Host memory that kernels on `device` can read. Making it takes longer than what is timed, so
-    cases that follow each other share it."""
-    pool = HostPool(rows, row_bytes, torch.device(device))
+def host_pool(size_bytes: int, device: str) -> HostPool:
+    """Host memory that kernels on `device` can read. Making it takes longer than what is timed."""
+    pool = HostPool(1, -(-size_bytes // 8) * 8, torch.device(device))
     pool.bytes.view(torch.int64).fill_(0x3838383838383838)
     return pool
+
+
+@lru_cache(maxsize=1)
+def _resolving_layers_of(model: ModelSpec, batch: int, arena_bytes: int) -> list[HostLayer]:
+    schema = CacheSchema.build(model, entries_apart=True)
+    return resolving_layers(
+        schema,
+        CSA_LAYER,
+        batch=batch,
+        hits=1.0,
+        records=HOT_ENTRIES,
+        calls=CALLS,
+        device="cuda",
+        arena_bytes=arena_bytes,
+    )
+
+
+def _arena_bytes() -> int:
+    return COMPILED_BYTES if timing.is_compiling() else ARENA_BYTES
 
 
 def _measure_resolve(model: ModelSpec, batch: int, hits: float) -> Measurement:
     from dsv4.backends import load_backend
 
-    schema = CacheSchema.build(model, entries_apart=True)
-    layers = resolving_layers(
-        schema, CSA_LAYER, batch=batch, hits=hits, records=HOT_ENTRIES, calls=CALLS, device="cuda"
-    )
+    if timing.is_compiling() and hits != HITS[0]:
+        return NOT_TIMED  # the same kernels
+    layers = _resolving_layers_of(model, batch, _arena_bytes())
+    for layer in layers:
+        layer.set_hits(hits)
     backend = load_backend("triton", torch.device("cuda"))
 
     def resolve_all() -> None:
@@ -258,6 +303,9 @@ def hit_note(layers: Sequence[HostLayer]) -> str:
 
 def time_changing(call: Callable[[], None], changes: Sequence[Callable[[], None]]) -> timing.Timed:
     """The median of replays of one graph; the `changes` are made before each, and not timed."""
+    if timing.is_compiling():
+        call()
+        return timing.Timed(microseconds=0.0, launches=0)
 
     def change() -> None:
         for each in changes:
@@ -311,13 +359,17 @@ class HostStep(DecodeStep):
             model, batch=batch, context=context, device=device, block_arena_bytes=arena_bytes
         )
         self.layers_of: dict[int, HostLayer] = {}
-        self._make_layers(model, hot_entries, device)
+        self._make_layers(model, hot_entries, device, arena_bytes)
         self.set_hits(hits)
         self.backend: Backend = self.manager.backend
         for handle in self.handles.values():
             handle.backend = _Reading(self)  # type: ignore[assignment]
+            # a call that is repeated would read from where it read before `set_hits`
+            handle._repeats = _Unrepeated(self.backend, ())
 
-    def _make_layers(self, model: ModelSpec, hot_entries: int, device: str) -> None:
+    def _make_layers(
+        self, model: ModelSpec, hot_entries: int, device: str, arena_bytes: int
+    ) -> None:
         table = self.manager.block_table
         apart = CacheSchema.build(model, max_context=self.context, entries_apart=True)
         pages = [page for n in self.selecting_layers if (page := apart.page("entries", n))]
@@ -325,7 +377,7 @@ class HostStep(DecodeStep):
         self.hot_arena = torch.empty(
             (self.batch * rows_each, apart.entries_bytes), dtype=torch.uint8, device=device
         )
-        host = self._entries_in_host_memory(apart, pages, device)
+        host = self._entries_in_host_memory(apart, pages, device, arena_bytes)
         nowhere = torch.full_like(table, -1)
         for layer, page in zip(self.selecting_layers, pages, strict=True):
             self.layers_of[layer] = host_layer(
@@ -346,11 +398,11 @@ class HostStep(DecodeStep):
             )
 
     def _entries_in_host_memory(
-        self, apart: CacheSchema, pages: Sequence[Page], device: str
+        self, apart: CacheSchema, pages: Sequence[Page], device: str, arena_bytes: int
     ) -> Tensor:
         """The records of all blocks as host memory has them: whole ones."""
         arena = self.manager.block_arena.bytes
-        host = host_pool(len(arena), apart.entries_bytes, device).bytes
+        host = host_rows(len(arena), apart.entries_bytes, device, arena_bytes)
         for first in range(0, len(arena), BLOCKS_AT_ONCE):
             blocks = arena[first : first + BLOCKS_AT_ONCE]
             entries = torch.zeros(
@@ -370,8 +422,7 @@ class HostStep(DecodeStep):
         """From now on selections keep this share, or are read on the device."""
         self.hits = hits
         for layer in self.layers_of.values():
-            layer.selections.missed = layer.selections.share_missed(1.0 if hits is None else hits)
-            layer.call.hot.counted.zero_()
+            layer.set_hits(1.0 if hits is None else hits)
 
     def change(self) -> None:
         for layer in self.layers_of.values():
@@ -401,15 +452,33 @@ class _Reading:
         return getattr(self._backend, name)
 
 
+class _Unrepeated(Repeats):
+    """Makes every call anew."""
+
+    def find(
+        self, call_key: Key, tensors: Sequence[Tensor | None]
+    ) -> tuple[Key | None, Repetition | None]:
+        return None, None
+
+
 @lru_cache(maxsize=1)
-def _step_of(model: ModelSpec, batch: int, context: int) -> HostStep:
-    return HostStep(model, batch=batch, context=context, device="cuda", hits=None)
+def _step_of(model: ModelSpec, batch: int, context: int, arena_bytes: int) -> HostStep:
+    """Compiled for both places."""
+    step = HostStep(
+        model, batch=batch, context=context, device="cuda", hits=None, arena_bytes=arena_bytes
+    )
+    if not timing.is_compiling():
+        for hits in (None, 1.0):
+            step.set_hits(hits)
+            step.compile()
+    return step
 
 
 def _measure_step(model: ModelSpec, batch: int, context: int, hits: float | None) -> Measurement:
-    step = _step_of(model, batch, context)
+    if timing.is_compiling() and hits not in (None, HITS[0]):
+        return NOT_TIMED  # the same kernels
+    step = _step_of(model, batch, context, _arena_bytes())
     step.set_hits(hits)
-    step.compile()
     step.run(PARTS)
     timed = time_changing(partial(step.run, PARTS), [step.change])
     layers = [*step.layers_of.values()]

@@ -1,7 +1,9 @@
 """`python -m benchmarks.run [name] [--only writes,attention,…]`: GPU benchmarks; results are
 written under benchmarks/results/, case by case. Lines of suites that do not run stay there. Without
 --only, suites whose packages are not installed are left out. So are cases that need more memory
-than the GPU has. A case that fails is reported, and those after it still run."""
+than the GPU has. A case that fails is reported, and those after it still run. With --seconds no
+case begins later than that, and the file keeps what it has of the others. --compile-only compiles
+what the suites need, beside whatever else the GPU does, and times nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import platform
 import re
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from dsv4.kernels.warmup import compile_jobs, missing_jobs
 RESULTS = Path(__file__).parent / "results"
 MAKERS = ("nvidia", "amd")
 KERNEL_SUITES = ("writes", "gather", "indexer", "attention", "ranks", "v41")
+COMPILED_SUITES = (*KERNEL_SUITES, "residency")  # with --compile-only
 HEADER = (
     f"{'case':44} {'µs':>9} {'launches':>8} {'MB':>9} {'GB/s':>6} {'%floor':>6} {'target':>8}"
     "  peers, this run | apart"
@@ -42,7 +46,10 @@ def main() -> int:
     parser.add_argument("name", nargs="?", help="name of the results file; default: the GPU's")
     parser.add_argument("--only", help=f"suites, separated by commas: {', '.join(SUITES)}")
     parser.add_argument("--commit", default=current_commit(), help="what the results are of")
+    parser.add_argument("--seconds", type=float, help="begin no case later than this")
+    parser.add_argument("--compile-only", action="store_true", help="compile, and time nothing")
     arguments = parser.parse_args()
+    until = time.monotonic() + (arguments.seconds or float("inf"))
     suites = arguments.only.split(",") if arguments.only else list(SUITES)
     if unknown := [suite for suite in suites if suite not in SUITES]:
         parser.error(f"no suite {unknown[0]!r}: choose of {', '.join(SUITES)}")
@@ -60,6 +67,9 @@ def main() -> int:
     except Dsv4Error as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    if arguments.compile_only:
+        compile_kernels((c for suite in suites for c in SUITES[suite]()), COMPILED_SUITES)
+        return 0
     ceilings = measure_ceilings()
     print(
         f"{gpu}: copy {ceilings.copy_bytes_per_us / 1e6:.2f} TB/s, "
@@ -70,13 +80,17 @@ def main() -> int:
     RESULTS.mkdir(exist_ok=True)
     for suite in suites:
         results: list[BenchResult] = []
-        for case, found in measured(SUITES[suite](), failed):
+        listed = list(SUITES[suite]())
+        begun = list[Case]()
+        for case, found in measured(in_time(listed, until, begun), failed):
             results.append(make_result(case, found, ceilings, environment))
             print(line(results[-1]), flush=True)
             # a run that ends early leaves what it has measured
             write_results(path, merged(path, results, suite, whole=False))
-        if results:
+        if results and len(begun) == len(listed):
             write_results(path, merged(path, results, suite))
+        elif len(begun) < len(listed):
+            print(f"no time for {len(listed) - len(begun)} cases of suite {suite}")
     if failed:
         print(f"\n{len(failed)} cases failed: {', '.join(failed)}", file=sys.stderr)
     print(f"\nwritten to {path}" if path.exists() else "\nnothing was measured")
@@ -96,6 +110,15 @@ def check_gpu(path: Path, gpu: str) -> None:
             f"{path} has results of {', '.join(sorted(others))}, and this is {gpu}: give another "
             f"name for the file"
         )
+
+
+def in_time(cases: Iterable[Case], until: float, begun: list[Case]) -> Iterator[Case]:
+    """Cases until that time, by the monotonic clock; they are noted in `begun`."""
+    for case in cases:
+        if time.monotonic() >= until:
+            return
+        begun.append(case)
+        yield case
 
 
 def measured(cases: Iterable[Case], failed: list[str]) -> Iterator[tuple[Case, Measurement]]:
@@ -127,13 +150,13 @@ def can_run(suite: str) -> bool:
     return True
 
 
-def compile_kernels(cases: Iterable[Case]) -> None:
+def compile_kernels(cases: Iterable[Case], suites: Sequence[str] = KERNEL_SUITES) -> None:
     """The kernels of all cases that time single calls, in as many processes as there are
     processors: one after the other they take longer than what is timed. Whole steps see to their
     own."""
     device, jobs = torch.device("cuda", torch.cuda.current_device()), {}
     for case in cases:
-        if case.suite in KERNEL_SUITES and not case.name.startswith(("step ", "chunk ")):
+        if case.suite in suites and not case.name.startswith(("step ", "chunk ")):
             with compiling() as found, suppress(Exception):  # reported where it is measured
                 case.measure()
             jobs.update(missing_jobs(found.launches.values(), device))

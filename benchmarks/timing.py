@@ -60,6 +60,10 @@ def compiling() -> Iterator[Collection]:
         _compiling = False
 
 
+def is_compiling() -> bool:
+    return _compiling
+
+
 def measure(work: Work) -> Measurement:
     """Times a case and its peers."""
     timed = time_graph(work.calls)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
     from dsv4.cache.prefix.pins import PinnedPrefix
     from dsv4.cache.prefix.prompt import Prompt
+    from dsv4.cache.prefix.quota import Quota, QuotaUse
     from dsv4.cache.prefix.resume import Resume
     from dsv4.cache.prepare_forward import ForwardPlan
+    from dsv4.cache.quotas import Quotas
     from dsv4.cache.requests import Request
     from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
     from dsv4.cache.stats import MemoryBytes, PrefixStats, Stats
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         OfferError,
         OutOfBlocks,
         OutOfSlots,
+        OverQuota,
         PlanError,
         PoolTooSmall,
         RecoveryNeeded,
@@ -96,12 +99,16 @@ __all__ = [
     "OfferError",
     "OutOfBlocks",
     "OutOfSlots",
+    "OverQuota",
     "PinnedPrefix",
     "PlanError",
     "PoolTooSmall",
     "PrefixOptions",
     "PrefixStats",
     "Prompt",
+    "Quota",
+    "QuotaUse",
+    "Quotas",
     "RecoveryNeeded",
     "Request",
     "RequestError",
@@ -137,8 +144,10 @@ _HOMES = {
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
     "dsv4.cache.prefix.pins": ("PinnedPrefix",),
     "dsv4.cache.prefix.prompt": ("Prompt",),
+    "dsv4.cache.prefix.quota": ("Quota", "QuotaUse"),
     "dsv4.cache.prefix.resume": ("Resume",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),
+    "dsv4.cache.quotas": ("Quotas",),
     "dsv4.cache.requests": ("Request",),
     "dsv4.cache.schema": ("BlockBudget", "CacheSchema", "compute_block_budget"),
     "dsv4.cache.stats": ("MemoryBytes", "PrefixStats", "Stats"),
@@ -152,6 +161,7 @@ _HOMES = {
         "OfferError",
         "OutOfBlocks",
         "OutOfSlots",
+        "OverQuota",
         "PlanError",
         "PoolTooSmall",
         "RecoveryNeeded",

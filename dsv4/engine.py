@@ -217,7 +217,7 @@ class Engine:
     steps: int = field(default=0, init=False)  # that were launched
     failures: int = field(default=0, init=False)  # in a row
     # False inside a step, so also after one that was interrupted
-    is_whole: bool = field(default=True, init=False)
+    _is_whole: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         """Raises InvalidInput."""
@@ -305,11 +305,11 @@ class Engine:
         (which is raised), costs the running steps but no job: the next call cleans up after
         them."""
         try:
-            if not self.is_whole:
+            if not self._is_whole:
                 self.mend()
                 for job in self.jobs:  # of a step that ended between its tokens and its report
                     self._report(job)
-            self.is_whole = False
+            self._is_whole = False
             self.end_jobs()
             self.admit()
             if not self.advance() and self.jobs:
@@ -320,7 +320,7 @@ class Engine:
             if self.failures > self.retries:
                 raise
             return True
-        self.is_whole, self.failures = True, 0
+        self._is_whole, self.failures = True, 0
         return bool(self.jobs)
 
     # ---- in the order of a step

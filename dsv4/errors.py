@@ -87,6 +87,58 @@ class OutOfBlocks(Dsv4Error):
         return _revive, (type(self), (), {name: getattr(self, name) for name in names})
 
 
+class OverQuota(OutOfBlocks):
+    """A prompt's salt has a quota of device memory, and this would exceed it, though everything
+    that is only cached for it were evicted. Counts are of the salt's blocks, bytes of all these.
+    `never`: waiting for its other requests cannot help. Nothing of other salts is evicted for
+    it."""
+
+    def __init__(
+        self,
+        *,
+        salt: str | None,
+        root: bytes,
+        quota_bytes: int,
+        block_bytes: int,
+        total: int,
+        used: int,
+        needed: int,
+        asker_blocks: int,
+        cached: int = 0,
+        pinned: int = 0,
+    ) -> None:
+        """`root` is where the digests of the salt's prompts begin, `total` how many blocks the
+        quota has room for, `used` how many of them are not free, `cached` how many of these are in
+        use by no request. The rest is as in `OutOfBlocks`."""
+        self.salt, self.root = salt, root
+        self.quota_bytes, self.block_bytes = quota_bytes, block_bytes
+        self.memory = "blocks"
+        self.needed, self.free, self.total = needed, max(0, total - used), total
+        self.used, self.asker_blocks, self.cached, self.pinned = used, asker_blocks, cached, pinned
+        self.used_bytes, self.needed_bytes = used * block_bytes, needed * block_bytes
+        self.never = asker_blocks > total - pinned
+        if asker_blocks > total:
+            advice = "it can never fit: raise the quota or ask for less context"
+        elif self.never:
+            advice = "it can never fit together with what is pinned: unpin something"
+        else:
+            advice = "wait for another request of this salt to end, or raise the quota"
+        kept = f", {cached * block_bytes:,} of them cached and idle" if cached else ""
+        kept += f", {pinned * block_bytes:,} pinned" if pinned else ""
+        whose = "prompts without a salt" if salt is None else f"salt {salt!r}"
+        Dsv4Error.__init__(
+            self,
+            f"{self.needed_bytes:,} more bytes needed on the device, for a request of "
+            f"{asker_blocks * block_bytes:,}; {whose}: {self.used_bytes:,} of {quota_bytes:,} "
+            f"bytes are used{kept}: {advice}",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        figures = ("block_bytes", "total", "used", "needed", "asker_blocks", "cached", "pinned")
+        names = ("salt", "root", "quota_bytes", *figures)
+        return _revive, (type(self), (), {name: getattr(self, name) for name in names})
+
+
 class OutOfSlots(Dsv4Error):
     """State slots are missing."""
 

@@ -29,6 +29,7 @@ EXTRA_OF = {
     "starlette": "serve",
     "uvicorn": "serve",
     "llguidance": "serve",
+    "ray": "ray",
 }
 
 

@@ -224,28 +224,23 @@ class ModelSpec:
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:
-        """A published model by name. Raises ConfigError for a name that is not in PRESETS."""
-        if name not in PRESETS:
+        """A published model by its name in PRESETS, or as its authors write it: "V4-Flash",
+        "deepseek-ai/DeepSeek-V4-Flash". Raises ConfigError for any other."""
+        found = preset_name(name)
+        if found is None:
             raise ConfigError(
                 f"unknown preset {name!r}: choose one of {', '.join(sorted(PRESETS))}, "
                 f"or give the path of a config.json"
             )
-        return PRESETS[name]
+        return PRESETS[found]
 
     @classmethod
     def load(cls, name: str | Path) -> ModelSpec:
-        """A preset by its name, or the model that a config.json describes, by its path: whatever
-        has a directory, ends in .json or exists. Raises ConfigError."""
-        if not isinstance(name, str | Path):
-            raise ConfigError(
-                f"a model is {type(name).__name__}: give the name of a preset, the path of a "
-                f"config.json, or a ModelSpec"
-            )
-        path = Path(name)
-        is_file = path.suffix == ".json" or len(path.parts) > 1 or path.exists()
-        if name not in PRESETS and is_file:
-            return cls.from_config(path)
-        return cls.preset(str(name))
+        """A preset by its name, or the model that a config.json describes, by its path or that of
+        its directory: whatever exists, ends in .json or has a directory, and is not a preset's name
+        at Hugging Face. Raises ConfigError."""
+        path = config_path(name)
+        return cls.preset(str(name)) if path is None else cls.from_config(path)
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any]) -> ModelSpec:
@@ -255,8 +250,47 @@ class ModelSpec:
         Raises ConfigError if ratios are missing or it is the config of another model.
         """
         if isinstance(config, str | Path):
-            return _from_path(Path(config))
+            return _from_mapping(read_config(Path(config)))
         return _from_mapping(config)
+
+
+def preset_name(name: str) -> str | None:
+    """The key in PRESETS that a name means, however it is written."""
+    if name in PRESETS:
+        return name
+    found = name.lower().removeprefix("deepseek-ai/").removeprefix("deepseek-")
+    found = found.replace("v4.1", "v41")
+    return found if found in PRESETS else None
+
+
+def config_path(name: str | Path) -> Path | None:
+    """The config.json that a name means; None for that of a preset. Raises ConfigError."""
+    if not isinstance(name, str | Path):
+        raise ConfigError(
+            f"a model is {type(name).__name__}: give the name of a preset, the path of a "
+            f"config.json, or a ModelSpec"
+        )
+    path = Path(name)
+    if name in PRESETS or (preset_name(str(name)) and not path.exists()):
+        return None
+    if path.is_dir():
+        return path / "config.json"
+    return path if path.suffix == ".json" or len(path.parts) > 1 or path.exists() else None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a config.json holds. Raises ConfigError."""
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; presets are {', '.join(sorted(PRESETS))}"
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path} holds a {type(parsed).__name__}, expected a JSON object")
+    return parsed
 
 
 def v4_layers(ratios: Sequence[int], *, backbone: int) -> tuple[LayerSpec, ...]:
@@ -367,18 +401,6 @@ _TRANSFORMERS_KEYS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "index_n_heads"),
     *("index_head_dim", "index_topk", "sliding_window", "max_position_embeddings"),
 )
-
-
-def _from_path(path: Path) -> ModelSpec:
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{path} holds a {type(parsed).__name__}, expected a JSON object")
-    return _from_mapping(parsed)
 
 
 def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:

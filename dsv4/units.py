@@ -17,6 +17,8 @@ _BYTE_FACTORS: dict[str, int] = {
     "": 1,
     **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY_UNITS)},
     **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL_UNITS)},
+    # as people write them; the smaller of the two that it could mean
+    **{unit[0].lower(): 1000**power for power, unit in enumerate(_DECIMAL_UNITS) if power},
 }
 _TOKEN_FACTORS: dict[str, int] = {"": 1, "k": 1024, "m": 1024**2}
 _QUANTITY = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
@@ -28,8 +30,8 @@ _LONGEST_TEXT = 64
 def parse_bytes(text: str | int) -> int:
     """Reads "80GiB", "80 GB", "1.5 TiB", "1_000_000" or a plain integer as bytes.
 
-    Case does not matter; a fraction of a byte is dropped ("1.1GiB" is 1,181,116,006). Raises
-    InvalidInput for anything else, "80G" included, because it could mean either family.
+    Case does not matter; a fraction of a byte is dropped ("1.1GiB" is 1,181,116,006). "80G" is
+    80GB, the smaller of the two that it could mean. Raises InvalidInput for anything else.
     """
     return _parse(text, _BYTE_FACTORS, what="bytes", example="80GiB, 80GB, 1.5TiB or 85899345920")
 
@@ -80,6 +82,19 @@ def format_bytes(count_bytes: int) -> str:
         value, unit = value / 1024, unit + 1
     digits = f"{value:,.2f}".rstrip("0").rstrip(".")
     return f"{digits} {_BINARY_UNITS[unit]}"
+
+
+def format_like(count_bytes: int, written: str | int | None) -> str:
+    """Bytes in the family of units of a size that someone wrote: "80 GB" where that was "4x80GB",
+    "80 GiB" where it had a binary unit or none."""
+    unit = "" if not isinstance(written, str) else written.strip().lower()
+    if not unit.endswith(tuple("kmgtp")) and (unit.endswith("ib") or not unit.endswith("b")):
+        return format_bytes(count_bytes)
+    require_count("count_bytes", count_bytes, at_least=0)
+    value, nth = float(count_bytes), 0
+    while value >= 999.995 and nth < len(_DECIMAL_UNITS) - 1:
+        value, nth = value / 1000, nth + 1
+    return f"{value:,.2f}".rstrip("0").rstrip(".") + f" {_DECIMAL_UNITS[nth]}"
 
 
 def format_tokens(tokens: int) -> str:

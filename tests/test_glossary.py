@@ -20,15 +20,15 @@ PLAIN = set(
         accepted acquire advance after align all allocate allow alone appended asked asker at
         attention before bf16 build by byte cache call can check clamped cls collect collector
         compressed compression compute config content continue copy count detach device dict dim
-        direct disk done drop dsv end error extra for format forward free from gpu head hidden hold
-        host http id input invalid invariant keep kind last later latest length like limit lost
-        manager map mark max memory message metadata minimum mismatch missing model mooncake name
-        needed note num number object of open option order other out overflow own pad padded parent
-        passing per period prepare preset progress prometheus prompt protocol publish read readable
-        reason recent register released request require restart reuse root round run self serial
-        shape size small source start stat step sync table take tensor text thread to token too
-        total type unsupported unused unwritten url use used wait waiting want weight what where
-        whole write written
+        direct disk done drop dsv end error extra for format forward free from get gpu head
+        hidden hold host http id input invalid invariant keep kind last later latest length like
+        limit lost manager map mark max memory message metadata minimum mismatch missing model
+        mooncake name needed note num number object of open option order other out overflow own
+        pad padded parent passing per period prepare preset progress prometheus prompt protocol
+        publish read readable reason recent register released remove request require restart
+        reuse root round run self serial set shape size small source start stat step sync table
+        take tensor text thread to token too total type unsupported unused unwritten url use
+        used wait waiting want weight what where whole write written
         """,
     )
 )

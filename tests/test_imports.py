@@ -23,6 +23,7 @@ TYPE_CHECKING bind no module and are left out of the graph.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -71,7 +72,10 @@ TORCH_FREE = {
     "dsv4.cache.handoff.rows",
     "dsv4.cache.transfers.worker",
     "dsv4.cache.transfers.labels",
+    "dsv4.cache.step.sizes",
+    "dsv4.kernels.sizes",
     "dsv4.planner",
+    "dsv4.planning.deployment",
     "dsv4.residency_planner",
     "dsv4.routing.names",
     "dsv4.routing.router",
@@ -204,6 +208,13 @@ def test_no_two_modules_import_each_other():
     for module in modules():
         below = {name for name in edges[module] if name in modules()}
         assert module not in reached(below, edges), f"{module} imports itself in a circle"
+
+
+def test_the_planner_loads_without_anything_but_python():
+    """It runs in a page of the docs too."""
+    loaded = reached(["dsv4.planning.deployment"], graph(at_load=True))
+    outside = {name.split(".")[0] for name in loaded} - {"dsv4"}
+    assert outside <= set(sys.stdlib_module_names), outside
 
 
 @pytest.mark.parametrize("module", sorted(TORCH_FREE))

@@ -18,10 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MOST_NAMES = 25  # that completion shows on an object: methods, properties and fields
 LARGER: dict[str, int] = {
-    "dsv4/cache/batch.py: Batch": 35,
     "dsv4/cache/manager.py: KVCacheManager": 51,
     "dsv4/cache/schema.py: CacheSchema": 34,
-    "dsv4/engine.py: Engine": 26,
     "dsv4/integrations/transformers/lockstep.py: Lockstep": 34,
 }
 

@@ -110,8 +110,12 @@ class Admission:
             return False
         if trail is not None:
             shared = [node.block_id for node in self._prefix.required().match(trail).nodes]
-        short = self._schema.blocks_for(count) - len(shared) - self._table.allocator.free
+        needed = self._schema.blocks_for(count) - len(shared)
+        short = needed - self._table.allocator.free
         fits = short <= 0 or self._prefix.blocks.evictable(excluding=shared) >= short
+        if fits and needed and trail is not None:
+            room = self._table.supply.room(trail.root, sharing=shared)
+            fits = room is None or needed <= room
         return fits and bool(self._table.free_slots)
 
     # ---- a request begins --------------------------------------------------------------------
@@ -134,10 +138,18 @@ class Admission:
         self._table.require_slots()
         if found is None:
             return self.begin(count)
+        if self._table.supply.limits:
+            self._table.supply.require_within(found, blocks)
         trail = found.copy() if isinstance(prompt, Prompt) else found
         trail.hints = hints or trail.hints
         prefix = self._prefix.required()
         return self.after(prefix, prefix.match(trail, reuse=reuse), trail)
+
+    def require_within(self, prompt: TokenIds | Prompt, salt: str | None) -> None:
+        """OverQuota for a prompt that its salt's quota can never hold, before tiers are asked."""
+        count, trail = self.read(prompt, salt)
+        if trail is not None:
+            self._table.supply.require_within(trail, self._schema.blocks_for(count))
 
     def _refuse_size(self, blocks: int) -> NoReturn:
         allocator = self._table.allocator

@@ -8,16 +8,73 @@ that was freed last is taken first (of one release: in its order), and a fresh p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
-from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
+from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, OverQuota, require_count
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.node import PrefixNode
+    from dsv4.cache.prefix.quota import Quota
     from dsv4.cache.prefix.trail import TokenTrail
+
+
+class BlockOwners:
+    """The owner of each block that was taken for a prompt: the root of its chain of digests, which
+    stands for its salt. A block is shared only by prompts of one root, so it is counted once,
+    however many requests hold it. Blocks of requests without token ids have no owner.
+
+    `used` and `idle` count the blocks of each owner that has some: not free, and of these the ones
+    that are only cached. The allocator reports what changes, so each change is O(1)."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, bytes] = {}
+        self.used: dict[bytes, int] = {}
+        self.idle: dict[bytes, int] = {}
+
+    def give(self, block_ids: Collection[int], root: bytes) -> None:
+        """Blocks that are about to be taken for a prompt."""
+        if block_ids:
+            self.of.update(dict.fromkeys(block_ids, root))
+            self.used[root] = self.used.get(root, 0) + len(block_ids)
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Blocks that became free."""
+        for block_id in filter(self.of.__contains__, block_ids):
+            root = self.of.pop(block_id)
+            self.used[root] -= 1
+            if not self.used[root]:
+                del self.used[root]
+                self.idle.pop(root, None)
+
+    def note_idle(self, block_id: int, change: int) -> None:
+        """A cached block is held by no request any more (1), or is again (-1)."""
+        root = self.of.get(block_id)
+        if root is not None:
+            self.idle[root] = self.idle.get(root, 0) + change
+
+    def recount(self, taken: Collection[int], idle: Collection[int]) -> None:
+        """After an interrupt: only these blocks are not free, and these are idle."""
+        kept = set(taken)
+        self.of = {block_id: root for block_id, root in self.of.items() if block_id in kept}
+        self.used = {**Counter(self.of.values())}
+        self.idle = {**Counter(root for b in idle if (root := self.of.get(b)) is not None)}
+
+    def check_invariants(self, is_taken: Callable[[int], bool], idle: Collection[int]) -> None:
+        """Raises Dsv4Error unless counts and owners agree."""
+        if not all(map(is_taken, self.of)):
+            raise Dsv4Error("a free block has an owner")
+        counted = {**Counter(self.of.values())}
+        lying = {**Counter(root for b in idle if (root := self.of.get(b)) is not None)}
+        if (counted, lying) != (self.used, {r: n for r, n in self.idle.items() if n}):
+            raise Dsv4Error(
+                f"blocks by owner: {sorted(counted.values())} are taken and "
+                f"{sorted(lying.values())} idle, but {sorted(self.used.values())} and "
+                f"{sorted(self.idle.values())} were counted"
+            )
 
 
 class BlockAllocator:
@@ -34,6 +91,7 @@ class BlockAllocator:
         self.idle = 0  # those of them that no request holds
         self._in_flight: set[int] = set()
         self._generations = [0] * total
+        self.owners = BlockOwners()
 
     @property
     def free(self) -> int:
@@ -110,6 +168,7 @@ class BlockAllocator:
         for block_id in block_ids:
             if not references[block_id]:
                 self.idle -= 1
+                self.owners.note_idle(block_id, -1)
             references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> list[int]:
@@ -132,6 +191,7 @@ class BlockAllocator:
                 continue
             if self._cached[block_id]:
                 self.idle += 1
+                self.owners.note_idle(block_id, 1)
             else:
                 freed.append(block_id)
         self._free_again(freed)
@@ -160,6 +220,7 @@ class BlockAllocator:
         self.cached -= 1
         if not self._references[block_id]:
             self.idle -= 1
+            self.owners.note_idle(block_id, -1)
             self._free_again([block_id])
 
     def take_in_flight(self, count: int) -> list[int]:
@@ -176,6 +237,7 @@ class BlockAllocator:
         self._cached[block_id] = True
         self.cached += 1
         self.idle += 1
+        self.owners.note_idle(block_id, 1)
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Blocks in flight are free again."""
@@ -193,6 +255,7 @@ class BlockAllocator:
         self._in_flight.difference_update(block_ids)
 
     def _free_again(self, block_ids: Sequence[int]) -> None:
+        self.owners.free(block_ids)
         for block_id in block_ids:
             self._generations[block_id] += 1
         self._free.extend(reversed(block_ids))
@@ -217,6 +280,8 @@ class BlockAllocator:
                 f"{idle} of {sum(self._cached)} cached blocks are idle, but {self.idle} of "
                 f"{self.cached} were counted: the allocator's own state is broken"
             )
+        lying = [b for b, r in enumerate(self._references) if not r and self._cached[b]]
+        self.owners.check_invariants(self.is_taken, lying)
         unknown = [block_id for block_id in listed if not 0 <= block_id < self.total]
         if unknown:
             raise Dsv4Error(f"ids {unknown[:8]} in the free list of a pool of {self.total} blocks")
@@ -235,39 +300,67 @@ class Asker(NamedTuple):
 
 
 Askers = Sequence[Asker]
+NO_OWN: Mapping[bytes, int] = {}
 Ids = Collection[int]
 
 
 class Reclaimer(Protocol):
     """Keeps blocks that no request holds, and gives them up when memory is short."""
 
-    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """Chooses `blocks` blocks to give up, or none; then they are dropped or spared."""
+    def choose(
+        self, blocks: int, *, or_fewer: bool = False, own: Mapping[bytes, int] = NO_OWN
+    ) -> list[PrefixNode]:
+        """Chooses `blocks` blocks to give up, or none; then they are dropped or spared. Among
+        them, and first, are as many of each owner as `own` says."""
 
-    def drop_for(self, victims: Sequence[PrefixNode], askers: Askers) -> None: ...
+    def drop_for(
+        self, victims: Sequence[PrefixNode], askers: Askers, *, over_quota: int = 0
+    ) -> None: ...
+
+    def evictable_of(self, root: bytes, excluding: Collection[int] = ()) -> int:
+        """How many of an owner's blocks could be evicted if these were held."""
+
+    def trim(self, root: bytes, most: int) -> int:
+        """Evicts blocks of an owner until it has no more than `most`, or none is left that can be.
+        Returns how many."""
 
     def spare(self, victims: Sequence[PrefixNode]) -> None: ...
 
-    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
-        """Blocks that stay until they are unpinned, except the given ones."""
+    def pinned_blocks(self, excluding: Collection[int] = (), *, root: bytes | None = None) -> int:
+        """Blocks that stay until they are unpinned, except the given ones; of one owner, or
+        all."""
 
 
 class Reserved(NamedTuple):
-    """Blocks that `settle` will take: chosen, but free or cached until then."""
+    """Blocks that `settle` will take: chosen, but free or cached until then. The first
+    `over_quota` victims go because a quota is full."""
 
     block_ids: list[int]
     victims: Sequence[PrefixNode]
     askers: Askers = ()
+    over_quota: int = 0
+
+
+class BlockLimit(NamedTuple):
+    """The most blocks that an owner may have: its quota, in whole blocks."""
+
+    blocks: int
+    salt: str | None
+    quota_bytes: int
+    block_bytes: int
 
 
 class BlockSupply:
     """Blocks for those that need some. When too few are free, the reclaimer (the prefix cache,
-    which evicts) is asked for more before OutOfBlocks is raised. A call that raises has changed
-    nothing."""
+    which evicts) is asked for more before OutOfBlocks is raised. Where an owner would have more
+    than its limit, its own blocks are evicted first, or OverQuota is raised. A call that raises has
+    changed nothing."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.allocator = allocator
         self.reclaimer: Reclaimer | None = None
+        self.limits: dict[bytes, BlockLimit] = {}
+        self.quotas: dict[bytes, tuple[str | None, Quota]] = {}  # of each root that has one
 
     def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
         """`count` blocks, reclaimed where too few are free, or OutOfBlocks."""
@@ -282,14 +375,71 @@ class BlockSupply:
         `askers` get the blocks, in this order. `asker_blocks` is what the largest of them would
         hold in all, `shared` those of these blocks that exist."""
         allocator = self.allocator
+        own = self._over(askers, asker_blocks, shared) if self.limits else NO_OWN
         short = count - allocator.free
-        if short <= 0:
+        if short <= 0 and not own:
             return Reserved(allocator.next_ids(count), (), askers)
-        victims = [] if self.reclaimer is None else self.reclaimer.choose(short)
-        if len(victims) < short:
+        victims = [] if self.reclaimer is None else self.reclaimer.choose(max(short, 0), own=own)
+        over_quota = sum(own.values())
+        if len(victims) < max(short, over_quota):
             self._refuse(count, asker_blocks, shared)
         freed = [node.block_id for node in victims]
-        return Reserved(allocator.next_ids(count, freed), victims, askers)
+        return Reserved(allocator.next_ids(count, freed), victims, askers, over_quota)
+
+    def room(self, root: bytes, *, sharing: Ids = ()) -> int | None:
+        """How many more blocks an owner can have while these are shared, by evicting its own where
+        it must; None without a limit."""
+        limit = self.limits.get(root)
+        if limit is None:
+            return None
+        assert self.reclaimer is not None
+        used = self.allocator.owners.used.get(root, 0)
+        return max(0, limit.blocks - used + self.reclaimer.evictable_of(root, sharing))
+
+    def trim(self, root: bytes) -> None:
+        """Evicts what an owner has above its limit, as far as nothing holds it."""
+        limit = self.limits.get(root)
+        if limit is not None:
+            assert self.reclaimer is not None
+            self.reclaimer.trim(root, limit.blocks)
+
+    def require_within(self, trail: TokenTrail, blocks: int) -> None:
+        """OverQuota for a request that would hold more blocks than its owner may ever have."""
+        limit = self.limits.get(trail.root)
+        if limit is not None and blocks > limit.blocks:
+            self._refuse_quota(trail.root, blocks, blocks, ())
+
+    def _over(self, askers: Askers, asker_blocks: int | None, shared: Ids) -> Mapping[bytes, int]:
+        """How many of its own blocks each owner must give up, or OverQuota."""
+        wanted: Counter[bytes] = Counter()
+        for trail, blocks in askers:
+            if trail is not None and trail.root in self.limits:
+                wanted[trail.root] += blocks
+        used, own = self.allocator.owners.used, {}
+        for root, blocks in wanted.items():
+            over = used.get(root, 0) + blocks - self.limits[root].blocks
+            if blocks and over > 0:
+                assert self.reclaimer is not None
+                if over > self.reclaimer.evictable_of(root):
+                    self._refuse_quota(root, blocks, asker_blocks or blocks, shared)
+                own[root] = over
+        return own
+
+    def _refuse_quota(self, root: bytes, blocks: int, asker_blocks: int, shared: Ids) -> NoReturn:
+        assert self.reclaimer is not None
+        limit, owners = self.limits[root], self.allocator.owners
+        raise OverQuota(
+            salt=limit.salt,
+            root=root,
+            quota_bytes=limit.quota_bytes,
+            block_bytes=limit.block_bytes,
+            total=limit.blocks,
+            used=owners.used.get(root, 0),
+            needed=blocks,
+            asker_blocks=asker_blocks,
+            cached=owners.idle.get(root, 0),
+            pinned=self.reclaimer.pinned_blocks(shared, root=root),
+        )
 
     def _refuse(self, count: int, asker_blocks: int | None, shared: Ids) -> NoReturn:
         raise OutOfBlocks(
@@ -303,18 +453,26 @@ class BlockSupply:
 
     def settle(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved; what was cached there is evicted."""
-        self._drop(reserved)
+        self._prepare(reserved)
         return self.allocator.take(len(reserved.block_ids))
 
     def settle_in_flight(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved for bytes that will arrive."""
-        self._drop(reserved)
+        self._prepare(reserved)
         return self.allocator.take_in_flight(len(reserved.block_ids))
 
-    def _drop(self, reserved: Reserved) -> None:
+    def _prepare(self, reserved: Reserved) -> None:
+        """Evicts, and notes the owners before the blocks are taken: after an interrupt each block
+        that is taken has its own."""
         if reserved.victims:
             assert self.reclaimer is not None
-            self.reclaimer.drop_for(reserved.victims, reserved.askers)
+            victims, askers, over_quota = reserved.victims, reserved.askers, reserved.over_quota
+            self.reclaimer.drop_for(victims, askers, over_quota=over_quota)
+        new = iter(reserved.block_ids)
+        for trail, blocks in reserved.askers:
+            own = [*islice(new, blocks)]
+            if trail is not None:
+                self.allocator.owners.give(own, trail.root)
 
     def cancel(self, reserved: Reserved) -> None:
         """Nothing of it is taken."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +29,9 @@ MOST_SHOWN = 4  # requests, in a repr
 LEAST_POSITION_BOUND = 2048
 
 
+BatchPart = Literal["decode", "prefill", "drafts"]
+
+
 class BatchCaptures(Protocol):
     """Snapshots that a prefill batch leaves: every layer supplies its part before and after its
     append."""
@@ -46,10 +49,22 @@ class BatchCaptures(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Written:
-    """Which layers have written a batch: `appended` its window rows, `stored` all of it. `last` is
-    the layer that has appended most recently; a chunk's staged rows are that layer's. Of
-    `unfinished` layers an append has begun and not ended. `touched`: some layer has begun."""
+    """Which layers have written a batch, and so which may write or read it.
 
+    `appended` have written its window rows, `stored` all of it. `last` is the layer that has
+    appended most recently; a chunk's staged rows are that layer's. Of `unfinished` layers an append
+    has begun and not ended. `touched`: some layer has begun. All layers except draft layers must
+    store the batch, unless it `is_empty`. Where it is `repeatable`, as a decode batch is, a layer
+    may append again, and the window rows of all layers stay readable.
+
+    `window_lost`: the rings may already have overwritten the oldest of the `window` rows before a
+    request's start, which only a draft step of a DSpark layer reads.
+    """
+
+    schema: CacheSchema
+    repeatable: bool
+    is_empty: bool
+    window_lost: bool = False
     appended: set[int] = field(default_factory=set)
     stored: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)
@@ -81,11 +96,56 @@ class Written:
             self.stored.add(layer)
         self.unfinished.discard(layer)
 
-    def note_unseen(self, layers: Sequence[int]) -> None:
-        """Something that Python does not see has written the batch in these layers."""
-        self.appended.update(layers)
-        self.stored.update(layers)
-        self.touched, self.last = True, layers[-1]
+    def note_unseen(self, layers: Iterable[int] | None) -> None:
+        """Something that Python does not see has written the batch in these layers, or in all that
+        must. Raises InvalidInput."""
+        chosen: Sequence[int] = self.schema.backbone_layers
+        if layers is not None:
+            chosen = require_layers(layers, len(self.schema.layers))
+        if chosen:
+            self.appended.update(chosen)
+            self.stored.update(chosen)
+            self.touched, self.last = True, chosen[-1]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer that must has stored the batch."""
+        return self.stored.issuperset(self.schema.backbone_layers) or self.is_empty
+
+    def require_unwritten(self, layer: int) -> None:
+        """Raises PlanError if the layer cannot append. A prefill batch overwrites the rows it has
+        staged, and the rings that its own writes are made from, so each layer writes it once, even
+        if that fails."""
+        if self.repeatable:
+            return
+        if self.unfinished:
+            raise PlanError(
+                f"an append of layer {min(self.unfinished)} to this plan raised, and a prefill "
+                f"step is not repeatable: call fail(plan)"
+            )
+        if layer in self.appended:
+            raise PlanError(
+                f"layer {layer} has appended this plan already: a prefill step is not repeatable"
+            )
+
+    def require_written(self, layer: int) -> None:
+        """Raises PlanError if the window rows that the layer reads are not there."""
+        if self.last != layer and (not self.repeatable or layer not in self.appended):
+            raise PlanError(
+                f"layer {layer} reads before it has appended this plan"
+                + ("" if self.repeatable else ", or after another layer reused the staging")
+                + ": call append first"
+            )
+
+    def require_readable(self, layer: int, owner: int) -> None:
+        """Raises PlanError if the window rows that the layer reads are not there, or the entries,
+        which belong to `owner`."""
+        self.require_written(layer)
+        if owner != layer and owner not in self.stored:
+            raise PlanError(
+                f"layer {layer} reads the entries of layer {owner}, which has not appended "
+                f"this plan: call its append first"
+            )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -102,16 +162,15 @@ class Batch(Uncopied):
     the same `sizes` read with the same launches; those that also have the same `item_counts` write
     with the same launches.
 
-    `layers` are those that may be bound to a batch of draft steps; None where all may. A batch that
-    is `alone` is the only one of its plan. It is `done` when its plan is over.
+    `part` says which one it is where its plan has several: its "decode" or its "prefill" batch if
+    chunks are apart, or one of its "drafts", to which only draft layers are bound. It is None where
+    it is the only one. A batch is `done` when its plan is over. `written` knows which layers may
+    write and read it.
 
     In a batch of cut replays (`window_cut`) no token sees a window row from before its request's
-    start. `attend` ensures that; a kernel of the engine's own must too. `window_lost`: the rings
-    may already have overwritten the oldest of the `window` rows before a request's start, which
-    only a draft step of a DSpark layer reads.
+    start. `attend` ensures that; a kernel of the engine's own must too.
     """
 
-    schema: CacheSchema
     shape: StepShape
     starts: I64
     ends: I64
@@ -122,14 +181,12 @@ class Batch(Uncopied):
     items: dict[int, Tensor]
     sizes: tuple[int, ...]
     item_counts: tuple[int, ...]
-    layers: frozenset[int] | None = None
-    alone: bool = True
+    written: Written
+    part: BatchPart | None = None
     lane: int = 0
     window_cut: bool = False
-    window_lost: bool = False
     captures: BatchCaptures | None = None
     done: bool = False
-    written: Written = field(default_factory=Written)
     _instead: ClassVar[str] = "prepare_forward makes a plan with its batches for each step"
 
     def __repr__(self) -> str:
@@ -138,81 +195,13 @@ class Batch(Uncopied):
         said = describe_step(self.shape, self.starts.tolist(), self.padded_tokens)
         return f"Batch({kind}, {'over' if self.done else 'open'}: {said})"
 
-    def cut_windows(self) -> None:
-        """It is a batch of cut replays, which are read with launches of their own."""
-        self.window_cut, self.sizes = True, (*self.sizes, 1)
-
-    # ---- what has been written ---------------------------------------------------------------
-
     def mark_appended(self, layers: Iterable[int] | None = None) -> None:
         """Something that Python does not see, the replay of a captured graph or a kernel of the
         engine's own, has appended the batch in these layers (default: all except draft layers):
         `commit` refuses a step that a layer has not stored. Raises PlanError, InvalidInput."""
         if self.done:
             raise PlanError("this plan is over: mark it before commit")
-        chosen: Sequence[int] = self.schema.backbone_layers
-        if layers is not None:
-            chosen = require_layers(layers, len(self.schema.layers))
-        if chosen:
-            self.written.note_unseen(chosen)
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether every layer, except those that draft, has stored the batch."""
-        return self.written.stored.issuperset(self.schema.backbone_layers) or not self.num_tokens
-
-    def require_open(self) -> None:
-        """Raises PlanError if the plan is over."""
-        if self.done:
-            raise PlanError("this plan is over: prepare a new one for each step")
-
-    def require_decode(self, call: str) -> None:
-        """Raises PlanError for a prefill batch, whose groups are not closed from the tails."""
-        self.require_open()
-        if not self.is_decode:
-            raise PlanError(
-                f"{call} works from the tails, which hold a group and the drafts, but a request "
-                f"has {self.shape.most_tokens} tokens in this step: use append for a chunk"
-            )
-
-    def require_unwritten(self, layer: int) -> None:
-        """Raises PlanError if the layer cannot append. A prefill batch overwrites the rows it has
-        staged, and the rings that its own writes are made from, so each layer writes it once, even
-        if that fails."""
-        self.require_open()
-        if self.is_decode:
-            return
-        if self.written.unfinished:
-            raise PlanError(
-                f"an append of layer {min(self.written.unfinished)} to this plan raised, and a "
-                f"prefill step is not repeatable: call fail(plan)"
-            )
-        if layer in self.written.appended:
-            raise PlanError(
-                f"layer {layer} has appended this plan already: a prefill step is not repeatable"
-            )
-
-    def require_written(self, layer: int) -> None:
-        """Raises PlanError if the window rows that the layer reads are not there."""
-        self.require_open()
-        if self.written.last != layer and (
-            not self.is_decode or layer not in self.written.appended
-        ):
-            raise PlanError(
-                f"layer {layer} reads before it has appended this plan"
-                + ("" if self.is_decode else ", or after another layer reused the staging")
-                + ": call append first"
-            )
-
-    def require_readable(self, layer: int, owner: int) -> None:
-        """Raises PlanError if the window rows that the layer reads are not there, or the entries,
-        which belong to `owner`."""
-        self.require_written(layer)
-        if owner != layer and owner not in self.written.stored:
-            raise PlanError(
-                f"layer {layer} reads the entries of layer {owner}, which has not appended "
-                f"this plan: call its append first"
-            )
+        self.written.note_unseen(layers)
 
     # ---- its requests and rows ---------------------------------------------------------------
 
@@ -296,7 +285,8 @@ def cut_batch(
     bound: int | None = None,
 ) -> Batch:
     """A batch whose rows, padding included, lie in the buffers. `bound` is the position bound of a
-    prefill batch (default: what the ends need)."""
+    prefill batch (default: what the ends need). Those of cut replays are read with launches of
+    their own."""
     schema, most = buffers.schema, step.shape.most_tokens
     decode = most <= schema.max_decode_tokens
     if decode:
@@ -304,7 +294,6 @@ def cut_batch(
     elif bound is None:
         bound = position_bound(schema, step.ends)
     return Batch(
-        schema=schema,
         shape=step.shape,
         starts=step.starts,
         ends=step.ends,
@@ -313,9 +302,11 @@ def cut_batch(
         request_rows=buffers.cut("batch", requests),
         tokens=buffers.cut("tokens", tokens),
         items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
-        sizes=(decode, requests, tokens, most, bound or 0),
+        sizes=(decode, requests, tokens, most, bound or 0, step.window_cut),
         item_counts=tuple(item_counts.values()),
+        written=Written(schema=schema, repeatable=decode, is_empty=not step.shape.num_tokens),
         lane=lane,
+        window_cut=step.window_cut,
     )
 
 
@@ -334,7 +325,6 @@ def draft_batches(buffers: StepBuffers, batch: Batch, drafts: int) -> tuple[Batc
             first_rows=np.arange(requests),
         )
         one = Batch(
-            schema=batch.schema,
             shape=shape,
             starts=batch.starts + nth,
             ends=batch.starts + nth + 1,
@@ -345,8 +335,8 @@ def draft_batches(buffers: StepBuffers, batch: Batch, drafts: int) -> tuple[Batc
             items={},
             sizes=(nth, True, padded, padded, 1),
             item_counts=(),
-            layers=batch.schema.draft_layers,
-            alone=False,
+            written=Written(schema=buffers.schema, repeatable=True, is_empty=not requests),
+            part="drafts",
             lane=batch.lane,
         )
         found.append(one)

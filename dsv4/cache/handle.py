@@ -454,7 +454,7 @@ class LayerCacheHandle(Uncopied):
         [tokens, window, head_dim], and how many rows, int32 [tokens]. Raises PlanError before
         `append` and in a batch of cut replays, whose windows are not gathered."""
         batch = self.open_batch()
-        batch.require_written(self.layer)
+        batch.written.require_written(self.layer)
         if batch.window_cut:
             raise PlanError("windows of a cut replay are not gathered: attend cuts them")
         rows, device = batch.padded_tokens, self._slot_arena.device
@@ -722,14 +722,14 @@ class LayerCacheHandle(Uncopied):
         counts = batch.counts.tolist()
         if (
             batch.written.touched
-            or not batch.alone
+            or batch.part is not None
             or any(count != model.draft_block for count in counts)
         ):
             raise PlanError(
                 f"a draft step has {model.draft_block} tokens of every request and stores nothing: "
                 f"prepare a plan for it alone, of requests that are to draft"
             )
-        if batch.window_lost:
+        if batch.written.window_lost:
             raise PlanError(
                 "the oldest window row that a draft reads was overwritten by tokens that were "
                 "rejected or taken back: run a token first, or build the schema with a greater "
@@ -800,17 +800,22 @@ class LayerCacheHandle(Uncopied):
         batch = self.batch
         if batch is None:
             raise PlanError(f"layer {self.layer} is not bound to a plan: acquire it with a batch")
-        batch.require_open()
+        if batch.done:
+            raise PlanError("this plan is over: prepare a new one for each step")
         return batch
 
     def _decode_batch(self, call: str) -> Batch:
         batch = self.open_batch()
-        batch.require_decode(call)
+        if not batch.is_decode:
+            raise PlanError(
+                f"{call} works from the tails, which hold a group and the drafts, but a request "
+                f"has {batch.shape.most_tokens} tokens in this step: use append for a chunk"
+            )
         return batch
 
     def _unwritten_batch(self) -> Batch:
         batch = self.open_batch()
-        batch.require_unwritten(self.layer)
+        batch.written.require_unwritten(self.layer)
         return batch
 
     def _readable_batch(self) -> Batch:
@@ -825,7 +830,7 @@ class LayerCacheHandle(Uncopied):
         ):
             return batch
         batch = self.open_batch()
-        batch.require_readable(self.layer, owner)
+        batch.written.require_readable(self.layer, owner)
         return batch
 
 

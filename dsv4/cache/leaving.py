@@ -26,9 +26,12 @@ class Leaving:
         self._table, self._prefix, self._guard, self._steps = table, prefix, guard, steps
 
     def release(self, request: Request) -> None:
-        """Now. What the prefix cache has indexed stays cached."""
+        """Now. What the prefix cache has indexed stays cached, as far as a quota allows."""
         self._prefix.caching.note_release(request)
+        trail = request.trail
         self._table.close(request)
+        if trail is not None:
+            self._table.supply.trim(trail.root)
         self._steps.forget()
 
     def release_later(self, request: Request, *, suspend: bool) -> None:

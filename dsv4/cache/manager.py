@@ -510,7 +510,7 @@ class KVCacheManager(Uncopied):
             self.guard.refuse("acquire")
         if batch is not None:
             step_checks.bound(layer, batch, self._steps.open)
-            handles = self._handles[batch.lane][not (batch.alone or batch.is_decode)]
+            handles = self._handles[batch.lane][batch.part == "prefill"]
         handle = handles[layer]
         handle.bind(batch)
         return handle

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
@@ -55,7 +56,7 @@ class Plane:
         return count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """`rows` records of one layer: all data rows, then all scale rows. Entries that are kept
     `apart` lie in an arena of their own, whose rows have the entries of one block; there records
@@ -69,11 +70,11 @@ class Page:
     format: RecordFormat
     apart: bool = False
 
-    @property
+    @cached_property
     def data_row_bytes(self) -> int:
         return self.format.data_row_bytes
 
-    @property
+    @cached_property
     def scale_row_bytes(self) -> int:
         """With the zeros after the last scale."""
         record = self.format
@@ -81,25 +82,25 @@ class Page:
             return record.scale_row_bytes
         return record.scale_row_bytes + -record.record_bytes % RECORD_ALIGN_BYTES
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         return self.data_row_bytes + self.scale_row_bytes
 
-    @property
+    @cached_property
     def data_stride_bytes(self) -> int:
         """From one data row to the next."""
         return self.record_bytes if self.apart else self.data_row_bytes
 
-    @property
+    @cached_property
     def scale_stride_bytes(self) -> int:
         return self.record_bytes if self.apart else self.scale_row_bytes
 
-    @property
+    @cached_property
     def scale_offset_bytes(self) -> int:
         rows = 1 if self.apart else self.rows
         return self.offset_bytes + rows * self.data_row_bytes
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         return self.rows * self.record_bytes
 

@@ -96,12 +96,12 @@ class ForwardPlan(Uncopied):
     @property
     def is_stored(self) -> bool:
         """Whether every layer, except those that draft, has stored the step."""
-        return all(batch.is_stored for batch in self.batches)
+        return all(batch.written.is_complete for batch in self.batches)
 
     def mark_appended(self, layers: Iterable[int] | None = None) -> None:
         """`Batch.mark_appended` of all its batches. Raises PlanError, InvalidInput."""
         if layers is not None and not self.done:
-            layers = require_layers(layers, len(self.batches[0].schema.layers))
+            layers = require_layers(layers, len(self.batches[0].written.schema.layers))
         for batch in self.batches:
             batch.mark_appended(layers)
 
@@ -176,7 +176,7 @@ def make_plan(
     decode, prefill = (batch, None) if batch.is_decode else (None, batch)
     if chunks is not None and chunks.shape.requests:
         prefill = make_batch(lane.chunk_buffers, chunks, lane=lane.number)
-        batch.alone = prefill.alone = False
+        batch.part, prefill.part = "decode", "prefill"
     before = step.before
     return ForwardPlan(
         shape=step.shape,

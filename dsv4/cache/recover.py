@@ -223,7 +223,9 @@ def _allocator(
     allocator._references = [references[block_id] for block_id in range(total)]
     allocator._cached, allocator._in_flight = kept, in_flight
     allocator.cached = len(cached)
-    allocator.idle = sum(not references[block_id] for block_id in cached)
+    idle = [block_id for block_id in cached if not references[block_id]]
+    allocator.idle = len(idle)
+    allocator.owners.recount(held | in_flight, idle)
 
 
 def _in_order(listed: Iterable[int], free: set[int]) -> list[int]:

@@ -453,11 +453,12 @@ class RequestTable:
             for request, count in zip(requests, blocks, strict=True)
         ]
         needed = sum(missing)
-        if needed <= self.allocator.free:
-            return Growth(requests, blocks, missing, Reserved(self.allocator.next_ids(needed), ()))
+        askers = [Asker(r.trail, n) for r, n in zip(requests, missing, strict=True) if n]
+        if needed <= self.allocator.free and not self.supply.limits:
+            reserved = Reserved(self.allocator.next_ids(needed), (), askers)
+            return Growth(requests, blocks, missing, reserved)
         most = max(range(len(blocks)), key=blocks.__getitem__)
         held = requests[most].block_ids
-        askers = [Asker(r.trail, n) for r, n in zip(requests, missing, strict=True) if n]
         reserved = self.supply.reserve(needed, askers, asker_blocks=blocks[most], shared=held)
         return Growth(requests, blocks, missing, reserved)
 

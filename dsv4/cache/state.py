@@ -23,16 +23,16 @@ from itertools import groupby
 from math import gcd
 from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dsv4.cache.pages import CompressorKind, Page, Ring
 from dsv4.cache.schema import CacheSchema
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # sizes need no numpy: the planner runs in a browser without it
+    import numpy as np
+    from numpy.typing import NDArray
+
     from dsv4.tiers.record import Parts
 
-Bytes = NDArray[np.uint8]
+    Bytes = NDArray[np.uint8]
 # where live rows start: `rows` before the end, at the unfinished group, or one group before it
 Anchor = Literal["newest", "group", "previous"]
 RowKind = Literal[
@@ -89,6 +89,8 @@ class LiveRows:
         return self.rows * self.width_bytes
 
     def positions(self, length: int) -> NDArray[np.int64]:
+        import numpy as np
+
         first = length - self.rows
         if self.anchor != "newest":
             first = length - length % self.ratio
@@ -320,6 +322,8 @@ class StateLayout:
     def used_spans(self, length: int) -> list[tuple[int, int]]:
         """Start and end of all that may be other than zero in a payload of `length` tokens, in
         order."""
+        import numpy as np
+
         used = []
         for rows in self.rings:
             positions = rows.positions(length)
@@ -351,6 +355,8 @@ class StateLayout:
 
 def copy_payload(payload: Bytes, parts: Parts) -> None:
     """Copies a payload into the pieces of a record."""
+    import numpy as np
+
     at = 0
     for piece in parts.payload:
         np.frombuffer(piece, np.uint8)[:] = payload[at : at + piece.nbytes]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from torch import Tensor
@@ -94,9 +95,9 @@ class Steps:
     ) -> ForwardPlan:
         """Takes blocks, and writes what the device needs to know. All or nothing."""
         chunks_apart = options["chunks_apart"]
-        is_cut = self.cut_replays and step_checks.cut_replays(
-            step, plain=step.before is None and not options["drafts"] and not chunks_apart
-        )
+        if self.cut_replays:
+            is_plain = step.before is None and not options["drafts"] and not chunks_apart
+            step = replace(step, window_cut=step_checks.cut_replays(step, plain=is_plain))
         check_step(lane.buffers, step.shape, **options)
         growth = self._table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
         try:  # the device first, the table of live requests last and at once
@@ -104,8 +105,6 @@ class Steps:
                 buffers.wait()
             new_blocks = lane.buffers.fill_new_blocks(growth)
             plan = make_plan(lane, step, **options)
-            if is_cut:
-                plan.batch.cut_windows()
             if self._schema.model.draft_block:
                 overlap.note_lost_windows(self._schema, plan, self._table)
             captures = None
@@ -258,6 +257,11 @@ class Steps:
         """What a step that did not happen may have written."""
         ran = overlap.may_have_run(plan)
         self._table.note_written(plan.slots[ran], plan.latest_ends[ran])
+
+    def _withdraw(self, plan: ForwardPlan) -> None:
+        """A plan that never reached its caller did not happen."""
+        self._prefix.captures.give_back(plan)
+        self._close(plan)
 
     def _close(self, plan: ForwardPlan) -> None:
         plan.close()

@@ -144,8 +144,9 @@ class Warmup:
         self._select(layer, batch)
         listed = handle.schema.spec.attention is AttentionType.CSA
         for cut in (False, True) if self._window_cut and not batch.is_decode else (False,):
-            batch.window_cut, batch.sizes = cut, (*batch.sizes, cut)
-            handle.attend(
+            batch = self._batch(tokens, most_tokens, window_cut=cut)
+            batch.written.note(layer)
+            self._bound(layer, batch).attend(
                 self._q[:tokens],
                 self._sink,
                 self._chosen[:tokens] if listed else None,
@@ -233,14 +234,18 @@ class Warmup:
         handle.bind(batch)
         return handle
 
-    def _batch(self, tokens: int, most_tokens: int, *, bound: int | None = None) -> Batch:
+    def _batch(
+        self, tokens: int, most_tokens: int, *, bound: int | None = None, window_cut: bool = False
+    ) -> Batch:
         """A batch that is never run: its index tensors are those of whatever step comes next."""
         requests = min(-(-tokens // most_tokens), self._buffers.max_requests)
         shape = replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens)
         nothing = np.zeros(0, dtype=np.int64)
         batch = cut_batch(
             self._buffers,
-            StepTokens(shape=shape, starts=nothing, ends=nothing, reused=nothing),
+            StepTokens(
+                shape=shape, starts=nothing, ends=nothing, reused=nothing, window_cut=window_cut
+            ),
             lane=0,
             requests=requests,
             tokens=tokens,

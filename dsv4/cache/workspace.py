@@ -8,11 +8,10 @@ from torch import Tensor
 from dsv4.cache.changes import Turn
 from dsv4.cache.pages import Page
 from dsv4.cache.schema import CacheSchema
-from dsv4.model import AttentionType
+from dsv4.cache.step.sizes import attend_workspace, select_workspace, staging_page
+from dsv4.model import LayerSpec
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import EntrySource
-
-SELECT_BYTES = 256 << 20
 
 
 class Workspace:
@@ -49,12 +48,8 @@ class Workspace:
         self.scratch = torch.empty((max_items, model.head_dim), dtype=torch.float32, device=device)
         self.slot = torch.empty((schema.slot_bytes,), dtype=torch.uint8, device=device)
         self.arrived = torch.zeros((max_items,), dtype=torch.int32, device=device)
-        self.staging_page = Page(
-            kind="window",
-            layer=-1,
-            offset_bytes=0,
-            rows=max_tokens + (model.window + model.draft_block - 1) * block_table.shape[0],
-            format=schema.window_format,
+        self.staging_page = staging_page(
+            schema, max_requests=block_table.shape[0], max_tokens=max_tokens
         )
         self.staging = torch.empty(
             (1, self.staging_page.payload_bytes), dtype=torch.uint8, device=device
@@ -72,33 +67,17 @@ class Workspace:
 def _select_bytes(
     schema: CacheSchema, backend: Backend, block_table: Tensor, max_tokens: int
 ) -> int:
-    """For the scores of all tokens of a step, or as many as fit into SELECT_BYTES, at least one."""
-    top_k, needed = schema.model.index_topk, 0
-    for spec in schema.model.layers:
-        page = schema.page("index_keys", spec.layer)
-        if page is not None and spec.has_indexer:
-            keys = EntrySource(
-                arena=block_table, page=page, block_table=block_table, ratio=spec.ratio
-            )
-            publishes = spec.layer in schema.model.candidate_sources
-            blocks_of = schema.model.candidate_block_entries if publishes else 0
-            one, all_tokens = (
-                backend.select_workspace_bytes(
-                    rows, keys=keys, top_k=top_k, block_entries=blocks_of
-                )
-                for rows in (1, max_tokens)
-            )
-            needed = max(needed, one, min(all_tokens, SELECT_BYTES))
-    return needed
+    def ask(rows: int, spec: LayerSpec, page: Page, block_entries: int) -> int:
+        keys = EntrySource(arena=block_table, page=page, block_table=block_table, ratio=spec.ratio)
+        return backend.select_workspace_bytes(
+            rows, keys=keys, top_k=schema.model.index_topk, block_entries=block_entries
+        )
+
+    return select_workspace(schema, max_tokens, ask)
 
 
 def _attend_bytes(schema: CacheSchema, backend: Backend, max_tokens: int) -> int:
-    model, needed = schema.model, 0
-    for spec in model.layers:
-        page = schema.page("entries", spec.layer)
-        entries = schema.max_blocks_per_request * page.rows if page is not None else 0
-        if spec.attention is AttentionType.CSA:
-            entries = min(entries, model.index_topk)
-        size = backend.attend_workspace_bytes(max_tokens, model=model, max_entries=entries)
-        needed = max(needed, size)
-    return needed
+    def ask(tokens: int, max_entries: int) -> int:
+        return backend.attend_workspace_bytes(tokens, model=schema.model, max_entries=max_entries)
+
+    return attend_workspace(schema, max_tokens, ask)

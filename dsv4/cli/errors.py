@@ -15,8 +15,9 @@ EXIT_CODE = 2
 
 
 @contextmanager
-def reported_errors(*, as_json: bool) -> Iterator[None]:
-    """Turns a Dsv4Error into a line on stderr (or a JSON object on stdout) and exit code 2.
+def reported_errors(*, as_json: bool, too_small: int = EXIT_CODE) -> Iterator[None]:
+    """Turns a Dsv4Error into a line on stderr (or a JSON object on stdout) and exit code 2;
+    `too_small` where memory is what is missing.
 
     An import that an extra would satisfy is a MissingExtra. Any other exception is a bug and passes
     through with its traceback.
@@ -33,4 +34,4 @@ def reported_errors(*, as_json: bool) -> Iterator[None]:
             typer.echo(json.dumps(report))
         else:
             typer.echo(f"{kind}: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(EXIT_CODE) from error
+        raise typer.Exit(too_small if isinstance(error, PoolTooSmall) else EXIT_CODE) from error

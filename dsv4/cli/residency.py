@@ -7,12 +7,14 @@ from rich.text import Text
 
 from dsv4.cli.tables import bytes_of, table_of
 from dsv4.residency_planner import ResidencySizing
-from dsv4.units import format_bytes, format_tokens
+from dsv4.units import format_like, format_tokens
 
 
-def print_residency(found: ResidencySizing) -> None:
-    """Both memories of a request, what steps fetch, and the answer as a sentence."""
+def print_residency(found: ResidencySizing, written: str | None = None) -> None:
+    """The answer as a sentence, in the unit of `written`; both memories of a request, and what
+    steps fetch."""
     console = Console()
+    console.print(Text(_answer(found, written), style="bold"), soft_wrap=True)
     table = table_of("one request, entries in host memory", "bytes", "")
     table.add_row("on the device", *bytes_of(found.device_request_bytes))
     table.add_row(
@@ -31,12 +33,12 @@ def print_residency(found: ResidencySizing) -> None:
         size = bytes_of(step.fetched_bytes)
         table.add_row(f"{step.hit_rate:.0%}", *size, f"{step.seconds * 1e3:,.2f} ms")
     console.print(table)
-    console.print(Text(_answer(found), style="bold"), soft_wrap=True)
 
 
-def _answer(found: ResidencySizing) -> str:
+def _answer(found: ResidencySizing, written: str | None) -> str:
     context = f"{format_tokens(found.context_tokens)} tokens"
-    both = f"{format_bytes(found.memory_bytes)} and {format_bytes(found.host_memory_bytes)}"
+    sizes = found.memory_bytes, found.host_memory_bytes
+    both = " and ".join(format_like(each, written) for each in sizes)
     limit = "host memory" if found.limited_by == "host" else "the device's memory"
     answer = (
         f"{both} of host memory have room for {_requests(found.requests)} of {context} at once, "

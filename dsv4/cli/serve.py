@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,8 +17,8 @@ from dsv4.errors import InvalidInput
 from dsv4.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from dsv4.serve.models import ServedModel
-    from dsv4.serve.options import EventOptions
+    from dsv4.integrations.ray.options import RayOptions
+    from dsv4.serve.options import EventOptions, ServerOptions
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Text = str | None
@@ -102,11 +103,30 @@ def serve_command(
         typer.Option(help="A web page's origin that may call; may be repeated.", metavar="URL"),
     ] = None,
     json_logs: Annotated[bool, typer.Option("--json-logs", help="Log JSON objects.")] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Serve replicas on Ray (docs/ray.md).")
+    ] = False,
+    ray_address: Annotated[
+        Text, typer.Option(help="Of a cluster. [default: one on this machine, until this ends]")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: that run prompts and answers.")
+    ] = None,
+    prefill: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: replicas that run prompts.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: replicas that run answers.")
+    ] = None,
+    routing: Annotated[
+        Text, typer.Option(help="With --ray: prefix, sticky or round-robin. [default: prefix]")
+    ] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="With --ray: of a replica. [default: 0]")
+    ] = None,
 ) -> None:
     """Serve a model: OpenAI's and Anthropic's API over the cache."""
     with reported_errors(as_json=False):
-        from dsv4.serve import process
-        from dsv4.serve.app import make_state
         from dsv4.serve.options import ServerOptions
 
         options = ServerOptions(
@@ -134,15 +154,71 @@ def serve_command(
             request_timeout_s=timeout,
             drain_s=drain,
         )
-        listener = process.listen(host, port)
-        state = make_state(_model(model), options)
+        asked: dict[str, int | float | str | None] = {
+            "replicas": replicas,
+            "prefill": prefill,
+            "decode": decode,
+            "routing": routing,
+            "num_gpus": gpus,
+        }
+        given = {name: value for name, value in asked.items() if value is not None}
+        if ray:
+            of_ray = _ray_options(model, options, given)
+            _serve_on_ray(of_ray, host, port, ray_address, as_json=json_logs)
+        elif given or ray_address is not None:
+            raise InvalidInput("replicas, prefill, decode, routing and GPUs are of --ray: add it")
+        else:
+            _serve_here(model, options, host, port, as_json=json_logs)
 
-        def announce(url: str) -> None:
-            _announce(url, state.model.name, key=api_key is not None)
 
-        process.set_up_logs(as_json=json_logs)  # last: errors before leave them alone
-        with suppress(KeyboardInterrupt):
-            process.run(state, listener, announce)
+def _serve_here(
+    model: Text, options: ServerOptions, host: str, port: int, *, as_json: bool
+) -> None:
+    from dsv4.serve import process
+    from dsv4.serve.app import make_state
+    from dsv4.serve.load import load_model
+
+    listener = process.listen(host, port)
+    state = make_state(load_model(model), options)
+
+    def announce(url: str) -> None:
+        _announce(url, state.model.name, key=options.api_key is not None)
+
+    process.set_up_logs(as_json=as_json)  # last: errors before leave them alone
+    with suppress(KeyboardInterrupt):
+        process.run(state, listener, announce)
+
+
+def _ray_options(
+    model: Text, server: ServerOptions, given: Mapping[str, int | float | str]
+) -> RayOptions:
+    """Raises InvalidInput, MissingExtra."""
+    from pydantic import ValidationError
+
+    from dsv4.integrations.ray import RayOptions
+
+    try:
+        return RayOptions.model_validate({"model": model, "server": server, **given})
+    except ValidationError as error:
+        found = error.errors()[0]["msg"]
+        raise InvalidInput(found.removeprefix("Value error, ")) from error
+
+
+def _serve_on_ray(
+    options: RayOptions, host: str, port: int, address: Text, *, as_json: bool
+) -> None:
+    from dsv4.integrations.ray import launch
+    from dsv4.serve import process
+    from dsv4.serve.load import load_model
+
+    name = load_model(options.model).name  # what is wrong with it is said before Ray starts
+
+    def announce(url: str) -> None:
+        _announce(url, name, key=options.server.api_key is not None)
+
+    process.set_up_logs(as_json=as_json)
+    with suppress(KeyboardInterrupt):
+        launch.run(options, host=host, port=port, address=address, on_start=announce)
 
 
 def _events(endpoint: Text, replay: Text, topic: str) -> EventOptions | None:
@@ -154,16 +230,6 @@ def _events(endpoint: Text, replay: Text, topic: str) -> EventOptions | None:
     if replay is not None or topic:
         raise InvalidInput("--events-replay and --events-topic are of events: give --events too")
     return None
-
-
-def _model(path: str | None) -> ServedModel:
-    if path is None:
-        from dsv4.serve.demo import ServedDemo
-
-        return ServedDemo()
-    from dsv4.serve.checkpoint import Checkpoint
-
-    return Checkpoint(path)
 
 
 def _announce(url: str, name: str, *, key: bool) -> None:

@@ -64,8 +64,7 @@ class _Name(NamedTuple):
 
 @dataclass(slots=True)
 class _Block:
-    """What was said of one block. `name` is None until it has been on the device: a tier's report
-    says only its digest."""
+    """What consumers know of one block."""
 
     name: _Name | None = None
     media: set[str] = field(default_factory=set)
@@ -169,7 +168,7 @@ class Ledger:
             del self._gone[next(iter(self._gone))]
 
     def _store(self, name: _Name, medium: str, events: list[Event]) -> None:
-        """Into the last event, if the block comes right after its last one."""
+        """Adds a block to the last event if it comes right after that event's last block."""
         own, parent = block_hash(name.digest), None
         if name.parent is not None:
             parent = block_hash(name.parent)

@@ -98,7 +98,7 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="dsv4-events", daemon=True)
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Where it is bound. Raises InvalidInput."""
+        """Binds a socket. Returns the address, with its port. Raises InvalidInput."""
         # a whole replay fits, and a live consumer may lag by as much as is kept
         socket.set(zmq.SNDHWM, self._buffer_batches + 16)
         socket.set(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
@@ -179,7 +179,7 @@ class Sender:
             os.close(self._wake_writer)
 
     def _send_notes(self) -> bool:
-        """Whether these were the last."""
+        """Sends what was put. Returns whether nothing comes after it."""
         with self._lock:
             if self._woken:
                 self._woken = False

@@ -32,19 +32,17 @@ from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_load import load_record_span
 from dsv4.kernels.record_store import RecordConstants, page_constants
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
-from dsv4.kernels.target import AttentionTiles, attention_tiles, heads_per_program, target_of
+from dsv4.kernels.sizes import (
+    PLACES,
+    UNIT_KEYS,
+    heads_per_program,
+    split_count,
+    split_units,
+)
+from dsv4.kernels.sizes import attend_elements as workspace_elements
+from dsv4.kernels.target import AttentionTiles, attention_tiles, target_of
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
-# Heads per program at most, on any GPU; target.py says how many, and how many keys a tile has.
-MAX_HEADS = 64
-# Splits are counted in units of this many keys; a unit is a whole number of tiles. A split has at
-# least UNITS_PER_SPLIT, and more where there would be more than MAX_SPLITS. Changing any of these
-# changes the last bit of results.
-UNIT_KEYS = 64
-UNITS_PER_SPLIT = 5
-MAX_SPLITS = 16
-# How many sums can be parked in the workspace. Splits run in parallel if all of theirs fit.
-PLACES = 512
 # The loops over tiles choose their own number of stages.
 NUM_STAGES = 1
 
@@ -116,25 +114,6 @@ class AttendArguments(NamedTuple):
     entry_scale: int
 
 
-def split_count(window: int, max_entries: int) -> int:
-    """How many splits the keys of a query can fall into. `max_entries` is how many entries a query
-    can have: the width of `indices`, or the capacity of a row of the block table."""
-    return -(-_units(window, max_entries) // _split_units(window, max_entries))
-
-
-def workspace_elements(tokens: int, heads: int, head_dim: int, max_splits: int) -> int:
-    """fp32 elements that launches of up to `tokens` tokens and `max_splits` splits need.
-
-    They must be 0 before the first launch; consecutive launches may share them, whatever their
-    shapes. Where a program has fewer heads there are more programs, but no more elements in all.
-    """
-    if max_splits <= 1:
-        return 0
-    block = heads_per_program(heads, MAX_HEADS)
-    places = min(tokens * -(-heads // block) * max_splits, PLACES)
-    return PLACES + places * block * (head_dim + 2)
-
-
 def attend(call: Attention) -> None:
     """One launch. The result of the reference up to the order of fp32 sums.
 
@@ -179,7 +158,7 @@ def attend_launch(call: Attention) -> Launch:
         SPAN_STARTS=tuple(start for start, _ in spans),
         SPAN_WIDTHS=tuple(extent for _, extent in spans),
         BLOCK_N=tiles.keys,
-        SPLIT_TILES=_split_units(window.window, call.max_entries) * (UNIT_KEYS // tiles.keys),
+        SPLIT_TILES=split_units(window.window, call.max_entries) * (UNIT_KEYS // tiles.keys),
         SPLITS=splits,
         WINDOW=window.window,
         WINDOW_ROWS=window.page.rows,
@@ -243,14 +222,6 @@ def run_time_arguments(call: Attention) -> AttendArguments:
         entry_data=source.page.offset_bytes,
         entry_scale=source.page.scale_offset_bytes,
     )
-
-
-def _units(window: int, max_entries: int) -> int:
-    return -(-window // UNIT_KEYS) - (-max_entries // UNIT_KEYS)
-
-
-def _split_units(window: int, max_entries: int) -> int:
-    return max(UNITS_PER_SPLIT, -(-_units(window, max_entries) // MAX_SPLITS))
 
 
 def _buffers(record: RecordConstants, tiles: AttentionTiles) -> int:

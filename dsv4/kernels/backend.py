@@ -32,6 +32,7 @@ from dsv4.kernels import (
 )
 from dsv4.kernels.launch import Repetition, repeatable
 from dsv4.kernels.numerics import INTERPRETED
+from dsv4.kernels.sizes import WIDE_MIN_TOKENS, attend_elements, split_count, wide_score_bytes
 from dsv4.kernels.target import processors, target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
@@ -128,9 +129,9 @@ class TritonBackend:
 
     def _score_bytes(self, rows: int, *, tokens_per_request: int) -> int:
         own = self._wide_scores.module if self._wide_scores else None
-        if own is None or tokens_per_request < own.MIN_TOKENS:
+        if own is None or tokens_per_request < WIDE_MIN_TOKENS:
             return 0
-        return int(own.workspace_bytes(rows))
+        return wide_score_bytes(rows)
 
     def attend(self, call: Attention) -> None:
         if self._batch_invariant:
@@ -146,8 +147,8 @@ class TritonBackend:
         _run(call, self._attend, attend.attend)
 
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
-        splits = attend.split_count(model.window, max_entries)
-        elements = attend.workspace_elements(tokens, model.heads, model.head_dim, splits)
+        splits = split_count(model.window, max_entries)
+        elements = attend_elements(tokens, model.heads, model.head_dim, splits)
         own = self._attend.module if self._attend else None
         if own is not None:
             elements = max(elements, own.workspace_elements(self._device))

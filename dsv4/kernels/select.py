@@ -12,8 +12,8 @@ from torch import Tensor
 from dsv4.errors import InvalidInput
 from dsv4.kernels.candidates import block_scores_launch, entries_of_columns_launch
 from dsv4.kernels.index_scores import candidate_scores
+from dsv4.kernels.sizes import aligned, select_bytes
 from dsv4.kernels.top_k import top_k as take_top_k
-from dsv4.kernels.top_k import top_k_workspace_bytes
 from dsv4.ops.calls import Candidates, EntrySource, Scoring, Selection
 
 # pieces of many tokens are multiples of this, as the kernels take tokens
@@ -35,8 +35,13 @@ def select_workspace_bytes(
     """fp32 scores of every entry that the block table can name, then what their kernel or top-k
     needs. It is enough for any number of entries up to `top_k` and more."""
     columns = keys.capacity
-    others = max(score_bytes(rows), _top_k_bytes(rows, columns, top_k, block_entries))
-    return _aligned(4 * rows * columns) + others
+    return select_bytes(
+        rows,
+        columns,
+        top_k=top_k,
+        score_bytes=score_bytes(rows),
+        block_entries=block_entries,
+    )
 
 
 def select(call: Selection, *, score: Callable[[Scoring], None], score_bytes: ScoreBytes) -> None:
@@ -72,7 +77,7 @@ def _select_piece(
     tokens, out = call.tokens[piece], call.out[piece]
     bounds = None if candidates is None or candidates.publish else candidates
     scores_bytes = 4 * len(tokens) * columns if columns > call.top_k else 0
-    behind = call.workspace[_aligned(scores_bytes) :]
+    behind = call.workspace[aligned(scores_bytes) :]
     scores = _unread(call.tokens, len(tokens), columns)
     if scores_bytes:  # otherwise every visible entry is selected, and no score is read
         scores = call.workspace[:scores_bytes].view(torch.float32).view(-1, columns)
@@ -126,7 +131,7 @@ def _publish(
         ratio=ratio,
         out=candidates.blocks,
         bf16_scores=call.round_bf16,
-        workspace=workspace[_aligned(block_bytes) :],
+        workspace=workspace[aligned(block_bytes) :],
         span=span,
     )
 
@@ -138,20 +143,6 @@ def _unread(tokens: Tensor, rows: int, columns: int) -> Tensor:
 
 def _nothing(rows: int) -> int:
     return 0
-
-
-def _aligned(count_bytes: int) -> int:
-    return -(-count_bytes // 16) * 16
-
-
-def _top_k_bytes(rows: int, columns: int, top_k: int, block_entries: int) -> int:
-    """What the top-k of entries and, after it, that of any number of blocks need."""
-    needed = top_k_workspace_bytes(rows, columns, top_k)
-    if block_entries:
-        blocks = -(-columns // block_entries)
-        of_blocks = top_k_workspace_bytes(rows, blocks, blocks)
-        needed = max(needed, _aligned(4 * rows * blocks) + of_blocks)
-    return needed
 
 
 def _rows_at_a_time(
@@ -167,11 +158,16 @@ def _rows_at_a_time(
         return tokens
 
     def scored(rows: int) -> int:
-        return _aligned(4 * rows * columns) + score_bytes(rows)
+        return aligned(4 * rows * columns) + score_bytes(rows)
 
     def needed(rows: int) -> int:
-        top_k_bytes = _top_k_bytes(rows, columns, top_k, block_entries)
-        return max(scored(rows), _aligned(4 * rows * columns) + top_k_bytes)
+        return select_bytes(
+            rows,
+            columns,
+            top_k=top_k,
+            score_bytes=score_bytes(rows),
+            block_entries=block_entries,
+        )
 
     rows = bisect_right(range(tokens + 1), workspace_bytes, key=scored) - 1
     # few rows may be cut into smaller slices than many, so the last piece may need more memory

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from dsv4.errors import UnsupportedGpu
+from dsv4.kernels.sizes import heads_per_program
 
 TRITON = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
 # Gluon's names for what the kernels of kernels/hopper need.
@@ -142,9 +143,6 @@ TARGETS: dict[str, Target] = {
 }
 # Where kernels are interpreted nothing is limited; the choices are those of the GPU of the tests.
 INTERPRETER_LIKE = TARGETS["sm_90"]
-
-# A matrix instruction needs at least this many rows.
-MIN_HEADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,10 +324,6 @@ ATTENTION_TILES = (
         was_run=False,
     ),
 )
-
-
-def heads_per_program(heads: int, most: int) -> int:
-    return min(most, max(MIN_HEADS, 1 << (heads - 1).bit_length()))
 
 
 def attention_rule(target: Target, heads: int, *, crowded: bool, fp32_scales: bool) -> TileRule:

@@ -39,30 +39,27 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.errors import InvalidInput
+from dsv4.kernels import sizes
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, score_columns, token_at
+from dsv4.kernels.sizes import (
+    are_many,
+    bins_and_list,
+    padded_slices,
+    row_words,
+    tile_of_row,
+    top_k_workspace_bytes,
+)
 from dsv4.kernels.target import LONG_ROW_REGISTERS, bounded_registers, row_warps, target_of
 
-BINS = 2048
-LIST = 2048
-WIDER = 4
-LONGER = 2
 # A multiple of 8 (32 bytes), so that loads stay wide, times an odd number, so that two runs have
 # the same shift only after 2^19 entries.
 SKEW = 8 * 77
-# Longest row of one program, and longest and shortest slice of longer rows: short slices where
-# there are so few rows that processors would stay idle.
-MAX_ROW = 8192
-MAX_SLICE = 8192
-MIN_SLICE = 2048
-ENOUGH_PROGRAMS = 256
 MAX_AT_ONCE = 4096  # scores that a program of the first launch loads at a time
-# From this many rows on, one program does all of a long row, this many scores at a time.
-MANY_ROWS = 256
+# Where one program does all of a long row it takes this many scores at a time.
 LONG_TILE = 4096
 LONG_WARPS = 4
-_SMALLEST_TILE = 256
 # -infinity and infinity in the order of bits, whose lowest numbers are NaN.
 _LOWEST = tl.constexpr(0x007FFFFF)
 _HIGHEST = tl.constexpr(0xFF800000)
@@ -122,14 +119,6 @@ class _Places(NamedTuple):
     total: Any
 
 
-def top_k_workspace_bytes(rows: int, columns: int, k: int) -> int:
-    """What top_k needs as `workspace` for the k highest (or fewer) of such scores."""
-    slices = -(-columns // _tile(rows, columns))
-    if slices == 1:
-        return 0
-    return 4 * rows * (2 * LIST if _are_many(rows, k) else _row_words(slices, k))
-
-
 def top_k(
     scores: Tensor,
     *,
@@ -175,13 +164,13 @@ def top_k_launches(
     rows, columns = scores.shape
     k = out.shape[1]
     scored = (scores, tokens, columns, scores.stride(0))
-    tile = _tile(rows, columns)
+    tile = tile_of_row(rows, columns)
     slices = -(-columns // tile)
     one_tile = columns <= k or slices == 1
     # programs of a row that share the bins, each at least 32 bytes wide
     at_once = min(tile, MAX_AT_ONCE)
-    bins, listed = _bins_and_list(k)
-    alone = one_tile or _are_many(rows, k)
+    bins, listed = bins_and_list(k)
+    alone = one_tile or are_many(rows, k)
     if alone and not one_tile:
         tile = at_once = LONG_TILE
     sharers = 1 if alone else min(1 << ((columns // at_once).bit_length() - 1), bins // 8)
@@ -192,10 +181,10 @@ def top_k_launches(
             K_PADDED=triton.next_power_of_2(k),
             RATIO=ratio,
             BITS=16 if bf16_scores else 32,
-            BINS=min(tile, BINS) if one_tile else bins,
+            BINS=min(tile, sizes.BINS) if one_tile else bins,
             TILE=tile,
             LIST=listed,
-            SLICES=1 if alone else _padded(slices),
+            SLICES=1 if alone else padded_slices(slices),
             WIDTH=width,
             DEPTH=max(at_once // width, 1),
             SKEW=SKEW,
@@ -214,7 +203,7 @@ def top_k_launches(
         registers = bounded_registers(target, LONG_ROW_REGISTERS)
         options = {**options, "num_warps": LONG_WARPS, "maxnreg": registers}
         return [Launch(_long_row_kernel, (rows, 1), of_row, constants, options)]
-    worked = (*scored, work, _row_words(slices, k))
+    worked = (*scored, work, row_words(slices, k))
     return [
         Launch(_bin_maxima_kernel, (rows, sharers), worked, constants, options),
         Launch(
@@ -225,36 +214,6 @@ def top_k_launches(
             {**options, "num_warps": 8, "maxnreg": 128},  # so two programs share a processor
         ),
     ]
-
-
-def _tile(rows: int, columns: int) -> int:
-    """Scores per program, from shapes alone; the result does not depend on it."""
-    if columns <= MAX_ROW:
-        return max(_SMALLEST_TILE, int(triton.next_power_of_2(columns)))
-    tile = MIN_SLICE
-    while tile < MAX_SLICE and rows * -(-columns // tile) > ENOUGH_PROGRAMS:
-        tile *= 2
-    return tile
-
-
-def _are_many(rows: int, k: int) -> bool:
-    """Whether a program does all of a long row; not where its bins need too many registers."""
-    return rows >= MANY_ROWS and _bins_and_list(k) == (BINS, LIST)
-
-
-def _padded(slices: int) -> int:
-    return max(16, int(triton.next_power_of_2(slices)))
-
-
-def _bins_and_list(k: int) -> tuple[int, int]:
-    """Bins of a row and the length of its list, if k of its scores are wanted."""
-    return (WIDER * BINS, LONGER * LIST) if 2 * k > BINS else (BINS, LIST)
-
-
-def _row_words(slices: int, k: int) -> int:
-    """int32 words of the workspace per row, in multiples of 64 bytes."""
-    bins, listed = _bins_and_list(k)
-    return bins + 16 + 2 * _padded(slices) + 2 * listed
 
 
 @triton.jit

@@ -39,8 +39,8 @@ class Naming:
         return {name: value for name, value in vars(self).items() if name != "_secret"}
 
     def names(self, ids: TokenIds, salt: str | None = None) -> list[int]:
-        """Of the prompt's whole blocks, in order: what `block_hashes` of their events are. Raises
-        InvalidInput."""
+        """The names of a prompt's whole blocks, in order: the `block_hashes` of the replicas'
+        events. Raises InvalidInput."""
         read, secret = token_ids(ids), self._secret
         root = chain_root(fingerprint=self.fingerprint, model_id=self.model_id, salt=salt)
         tenant = Tenant(salt)

@@ -9,7 +9,7 @@ looks up what it has itself.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, get_args
 
@@ -21,7 +21,7 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 
 class NoReplica(Dsv4Error):
-    """No replica can be chosen: wait until one is added."""
+    """No replica can be chosen yet: wait until one is added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,10 @@ class Router(Generic[R]):
         """How many names of blocks are remembered."""
         return len(self._where)
 
+    def blocks_of(self, replica: R) -> int:
+        """Of them, those that a replica has. Raises InvalidInput."""
+        return self._where.blocks(replica)
+
     def add(self, replica: R) -> None:
         """A replica takes requests from now on. One that is there already has started anew: what it
         had is forgotten."""
@@ -104,7 +108,7 @@ class Router(Generic[R]):
         self._where.add(replica)
 
     def remove(self, replica: R) -> None:
-        """It takes no more requests. Its sessions go to other replicas."""
+        """The replica takes no more requests, and its sessions go to others."""
         self._where.remove(replica)
         self._replicas.remove(replica)
 
@@ -127,24 +131,29 @@ class Router(Generic[R]):
         names: Sequence[int],
         session: str | None = None,
         loads: Mapping[R, float] | None = None,
+        avoid: Collection[R] = (),
     ) -> Choice[R]:
         """The replica for a prompt whose whole blocks have these names. `loads` are the tokens that
-        replicas are busy with; one that is not in it is idle. Raises NoReplica."""
+        replicas are busy with; one that is not in it is idle. Those to `avoid` are chosen only if
+        all others are gone. Raises NoReplica."""
         if not self._replicas:
             raise NoReplica("no replica takes requests: add one, or wait until one has started")
         loads = {} if loads is None else loads
+        among = [each for each in self._replicas if each not in avoid] or self._replicas
         last = None if session is None else self._sessions.get(session)
-        if last not in self._where:
+        if last not in self._where or (avoid and last not in among):
             last = None
         found: Mapping[R, Blocks] = {}
         if self.routing == "round-robin":
-            chosen, last = self._replicas[self._next % len(self._replicas)], None
+            chosen, last = among[self._next % len(among)], None
             self._next += 1
         elif self.routing == "sticky":
-            chosen = self._idlest(loads) if last is None else last
+            chosen = self._idlest(among, loads) if last is None else last
         else:
             found = self._where.find(names)
-            chosen = self._cheapest(names, found, loads, last)
+            if avoid:
+                found = {each: blocks for each, blocks in found.items() if each in among}
+            chosen = self._cheapest(names, found, self._idlest(among, loads), loads, last)
         if session is not None:
             self._sessions[session] = chosen
             self._sessions.move_to_end(session)
@@ -156,15 +165,16 @@ class Router(Generic[R]):
             stayed=last is not None and chosen == last,
         )
 
-    def _idlest(self, loads: Mapping[R, float]) -> R:
+    def _idlest(self, among: Sequence[R], loads: Mapping[R, float]) -> R:
         """Of equally busy ones, the one with the fewest blocks."""
         blocks = self._where.blocks
-        return min(self._replicas, key=lambda each: (loads.get(each, 0.0), blocks(each)))
+        return min(among, key=lambda each: (loads.get(each, 0.0), blocks(each)))
 
     def _cheapest(
         self,
         names: Sequence[int],
         found: Mapping[R, Blocks],
+        idlest: R,
         loads: Mapping[R, float],
         last: R | None,
     ) -> R:
@@ -177,7 +187,7 @@ class Router(Generic[R]):
             return blocks * tokens + costs.load * loads.get(replica, 0.0)
 
         # all that have nothing of it differ only in their load
-        best = min((*found, self._idlest(loads)), key=cost)
+        best = min((*found, idlest), key=cost)
         if last is not None and cost(last) <= cost(best) + costs.stay_tokens:
             return last
         return best

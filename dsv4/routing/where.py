@@ -139,8 +139,9 @@ class Where(Generic[R]):
     # ---- asking ------------------------------------------------------------------------------
 
     def find(self, names: Sequence[int]) -> dict[R, Blocks]:
-        """The replicas that have the first blocks of a prompt, and how many of them where, each
-        counted in its cheapest medium. What was found counts as used."""
+        """The replicas that have the first blocks of a prompt, and in which medium how many of them
+        are; a block counts where it is cheapest to read. Blocks that were found become the last to
+        be forgotten."""
         having, known, alive = self._having, 0, dict[int, list[int]]()
         counts: dict[int, list[int]] = {}
         for name in names:

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -22,7 +22,6 @@ from dsv4.serve.failures import ApiError
 from dsv4.serve.generation import Generation, Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import ServedModel, TextStream
-from dsv4.serve.runner import Runner
 from dsv4.serve.sampling import Sampling
 from dsv4.serve.schemas import CacheFields, SamplingFields
 
@@ -33,7 +32,7 @@ LONGEST_ID = 128
 
 
 def read_terms(request: Request, body: CacheFields, keep_s: float | None = None) -> Terms:
-    """Of headers and body. Raises ApiError."""
+    """The terms that headers and body ask for. Raises ApiError."""
     headers, ext = request.headers, body.nvext
     tenant = headers.get("x-tenant-id")
     names = [body.session_id, *(headers.get(name) for name in SESSION_HEADERS)]
@@ -64,8 +63,9 @@ def read_terms(request: Request, body: CacheFields, keep_s: float | None = None)
 
 
 def _for_cache(name: str | None, priority: int, *, is_final: bool) -> Hints:
-    """For the prefix cache, which has fewer priorities. Not of `prompt_cache_key`: that may be the
-    same for conversations that differ, and a session has one newest state."""
+    """What the prefix cache should prefer; it knows fewer priorities. `prompt_cache_key` is not a
+    session there: different conversations may have the same key, and a session has only one newest
+    state."""
     return Hints(
         session=name or None,
         priority=max(-MOST_PRIORITY, min(MOST_PRIORITY, priority)),
@@ -74,7 +74,8 @@ def _for_cache(name: str | None, priority: int, *, is_final: bool) -> Hints:
 
 
 def _salt(tenant: str | None, salt: str | None) -> str | None:
-    """Of both, so that no tenant reaches another's by naming its salt."""
+    """Made of tenant and salt, so that a tenant that gives another's salt still shares nothing with
+    it."""
     if tenant is None:
         return None if not salt else f"s:{salt}"
     return f"t{len(tenant)}:{tenant}:{salt or ''}"
@@ -86,7 +87,7 @@ def _session(tenant: str | None, body: CacheFields, session: str | None) -> str:
 
 
 def sampling(body: SamplingFields, **others: object) -> Sampling:
-    """With the defaults of OpenAI's API."""
+    """How tokens are chosen, with the defaults of OpenAI's API."""
     given = {
         name: getattr(body, name)
         for name in ("temperature", "top_p", "top_k", "min_p")
@@ -113,11 +114,41 @@ class Question:
     choices: int = 1
 
 
+class Asked(Protocol):
+    """What runs jobs: the thread that steps (`dsv4.serve.runner.Runner` has the contract), or other
+    processes. Calls may come from any thread and may wait."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    def check_fits(self, tokens: int, count: int = 1) -> None: ...
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        new_tokens: int,
+        generation: Generation,
+        *,
+        stop_tokens: frozenset[int],
+    ) -> Job: ...
+
+    def cancel(self, job: Job) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Answer:
     """The jobs of one request, and what they have said."""
 
-    runner: Runner
+    runner: Asked
     model: ServedModel
     jobs: list[Job] = field(default_factory=list)
     heard: asyncio.Queue[tuple[int, Piece]] = field(default_factory=asyncio.Queue)
@@ -172,7 +203,7 @@ class Answer:
         )
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Of all jobs, as they come, until each has ended."""
+        """The pieces of all jobs, as they come, until each job has ended."""
         left = len(self.jobs)
         while left:
             nth, piece = await self.heard.get()
@@ -234,7 +265,8 @@ class Whole:
 
 
 def total(usages: Sequence[Usage]) -> Usage:
-    """Of one prompt with several answers: the prompt counts once, as its first answer found it."""
+    """The usage of one prompt with several answers: the prompt counts once, with what its first
+    answer found cached."""
     first = usages[0]
     return replace(first, generated_tokens=sum(each.generated_tokens for each in usages))
 

@@ -27,10 +27,10 @@ from dsv4.serve.failures import as_api_error
 from dsv4.serve.generation import Piece, Usage
 from dsv4.serve.models import Message
 from dsv4.serve.schemas import AnthropicBlock, AnthropicTool, MessagesRequest
-from dsv4.serve.state import ServerState
+from dsv4.serve.state import Served
 
 
-def routes(state: ServerState) -> APIRouter:
+def routes(state: Served) -> APIRouter:
     router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/messages")
@@ -51,7 +51,7 @@ def routes(state: ServerState) -> APIRouter:
             stops=tuple(body.stop_sequences or ()),
             stop_tokens=state.model.tokenizer.end_tokens,
         )
-        answer = Answer(runner=state.runner, model=state.model)
+        answer = Answer(runner=state.asked, model=state.model)
         await answer.ask([question], terms)
         head = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -69,7 +69,8 @@ def routes(state: ServerState) -> APIRouter:
 
 
 def _kept(body: MessagesRequest) -> Iterable[float]:
-    """How long each part that says so shall stay cached: all of the prompt does."""
+    """For how many seconds the parts of a request ask to be cached. Every part keeps the whole
+    prompt."""
     parts: list[Any] = [body, *(body.tools or ())]
     for content in (body.system, *(message.content for message in body.messages)):
         if isinstance(content, list):
@@ -167,7 +168,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 async def _events(answer: Answer, head: dict[str, Any], prompt: int) -> AsyncIterator[str]:
-    """What the prompt found in the cache is known with the last event."""
+    """Only the last event says what the prompt found in the cache: before, it is not known."""
     usage = {"input_tokens": prompt, "output_tokens": 0}
     message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", message=message)

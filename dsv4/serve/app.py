@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from dsv4 import __version__
+from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.errors import Dsv4Error, InvalidInput
@@ -27,7 +28,7 @@ from dsv4.serve.live import WatchedStream
 from dsv4.serve.models import Room, ServedModel
 from dsv4.serve.options import EventOptions, ServerOptions
 from dsv4.serve.runner import Runner
-from dsv4.serve.state import ServerState
+from dsv4.serve.state import Served, ServerState
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.tier import Tier
@@ -50,7 +51,9 @@ ERRORS = {
 }
 
 
-def make_state(model: ServedModel, options: ServerOptions) -> ServerState:
+def make_state(
+    model: ServedModel, options: ServerOptions, handoff: HandoffOptions | None = None
+) -> ServerState:
     """A model on a cache, with an engine that does not run yet. Raises InvalidInput, PoolTooSmall
     and what the model raises."""
     longest = options.max_context or model.max_context
@@ -70,6 +73,7 @@ def make_state(model: ServedModel, options: ServerOptions) -> ServerState:
             model_id=model.weights_id, key=options.cache_key, encrypt=options.encrypt
         ),
         tiers=tiers,
+        handoff=handoff,
     )
     try:
         opened = model.open(room)
@@ -117,6 +121,36 @@ def make_app(state: ServerState) -> Any:
         finally:
             state.runner.close(CLOSE_S)
 
+    app = make_api(state, lifespan)
+
+    @app.get("/cache/events")
+    async def cache_events() -> Response:
+        """The same, and then what changes: server-sent events."""
+        if state.live.is_full:
+            raise ApiError(429, "as many watch already as may", retry_after_s=10)
+        return WatchedStream(state.live.watch())
+
+    app.include_router(page.routes(state.model))
+    return guarded(app, state.options)
+
+
+def guarded(app: FastAPI, options: ServerOptions) -> ASGIApp:
+    """With what every request meets before a route."""
+    if options.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[*options.allow_origins],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*options.allowed_hosts])
+    return Guard(app, options)
+
+
+def make_api(
+    state: Served, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    """What a server answers wherever its model runs."""
     app = FastAPI(
         title="dsv4",
         version=__version__,
@@ -138,41 +172,25 @@ def make_app(state: ServerState) -> Any:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Whether the server works."""
-        alive = state.runner.is_alive
+        alive = state.asked.is_alive
         return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Whether it takes requests."""
-        is_ready = state.runner.is_alive and not state.runner.is_draining
+        is_ready = state.asked.is_alive and not state.asked.is_draining
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text."""
-        return Response(await run_in_threadpool(state.metrics.text), media_type=PROMETHEUS)
+        return Response(await state.metrics_text(), media_type=PROMETHEUS)
 
     @app.get("/cache/state")
     async def cache_state() -> JSONResponse:
         """What the cache holds, between two steps."""
-        return JSONResponse(await asyncio.wrap_future(state.runner.call(state.live.state)))
-
-    @app.get("/cache/events")
-    async def cache_events() -> Response:
-        """The same, and then what changes: server-sent events."""
-        if state.live.is_full:
-            raise ApiError(429, "as many watch already as may", retry_after_s=10)
-        return WatchedStream(state.live.watch())
+        return JSONResponse(await state.cache_state())
 
     app.include_router(openai.routes(state))
     app.include_router(anthropic.routes(state))
-    app.include_router(page.routes(state.model))
-    if state.options.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[*state.options.allow_origins],
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*state.options.allowed_hosts])
-    return Guard(app, state.options)
+    return app

@@ -67,7 +67,8 @@ class CheckpointTokenizer:
 
 
 class _Padded:
-    """The model's words can be more than the tokenizer's: those are never chosen."""
+    """A tokenizer with as many tokens as the model's vocabulary, which may be larger: the
+    additional ones are never chosen."""
 
     def __init__(self, inner: Any, words: int) -> None:
         self._inner, self.vocabulary = inner, words
@@ -81,17 +82,17 @@ class _Padded:
 
 
 class Checkpoint:
-    """Loads a model and its tokenizer from a directory or a repository. Raises InvalidInput,
-    ConfigError."""
+    """Loads the tokenizer from a directory or a repository, and the model when it is opened. Raises
+    InvalidInput, ConfigError."""
 
     def __init__(self, path: str) -> None:
         config, tokenizer = _load_small(path)
-        self._model = _load_model(path)
+        self._path = path
         self.name = Path(path).name if Path(path).is_dir() else path
         self.max_context = int(config.max_position_embeddings)
         self._template = tokenizer
-        self.tokenizer = CheckpointTokenizer(tokenizer, _end_tokens(self._model, tokenizer))
-        self.weights_id = _weights_id(path, self._model)
+        self.tokenizer = CheckpointTokenizer(tokenizer, _end_tokens(path, config, tokenizer))
+        self.weights_id = _weights_id(path, config)
 
     def chat_tokens(
         self,
@@ -124,7 +125,12 @@ class Checkpoint:
 
     def open(self, room: Room) -> Opened:
         """All requests fit at once. Raises PoolTooSmall if that is more than the memory given."""
-        model = self._model
+        if room.handoff is not None:
+            raise InvalidInput(
+                "rows of an accelerated model are not handed to other machines: serve replicas "
+                "that run prompts and answers alike"
+            )
+        model = _load_model(self._path)
         schema = cache_schema(
             model,
             max_context=room.max_context,
@@ -209,9 +215,15 @@ def _load_model(path: str) -> Any:
     return model.to(device).eval()
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Of the generation config, or the tokenizer's."""
-    found = model.generation_config.eos_token_id
+def _end_tokens(path: str, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Those of the generation config, or else the tokenizer's."""
+    from transformers import GenerationConfig
+
+    try:
+        generation: Any = GenerationConfig.from_pretrained(path)
+    except OSError:  # there is none
+        generation = GenerationConfig.from_model_config(config)
+    found = generation.eos_token_id
     if found is None:
         found = tokenizer.eos_token_id
     if found is None:
@@ -219,8 +231,9 @@ def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def _weights_id(path: str, model: Any) -> str:
-    """Of a directory: names, sizes and times of its weight files; else the repository's commit."""
+def _weights_id(path: str, config: Any) -> str:
+    """Names the weights. For a directory: names, sizes and times of its weight files; for a
+    repository: its commit."""
     named = hashlib.blake2b(digest_size=16)
     place = Path(path)
     if place.is_dir():
@@ -229,4 +242,4 @@ def _weights_id(path: str, model: Any) -> str:
             named.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
         named.update((place / "config.json").read_bytes())
         return named.hexdigest()
-    return f"{path}@{getattr(model.config, '_commit_hash', None)}"
+    return f"{path}@{getattr(config, '_commit_hash', None)}"

@@ -66,7 +66,9 @@ class Terms:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Generation:
-    """What the server keeps of a job, as its `data`. `emit` receives its pieces."""
+    """What the server keeps of a job, as its `data`. `emit` receives its pieces. Of an answer that
+    continues here, `said` are the tokens that were generated elsewhere: the last ones of what is
+    submitted."""
 
     sampling: Sampling
     stream: TextStream
@@ -76,6 +78,7 @@ class Generation:
     logprobs: int | None = None  # how many of the most likely tokens; None: not wanted
     grammar: Grammar | None = None
     terms: Terms
+    said: tuple[int, ...] = ()
     # ---- where it is
     number: int = 0  # in the order of arrival
     passed: int = 0  # jobs that came later and were admitted sooner
@@ -142,6 +145,17 @@ class Generation:
         kept = max((_overlap(text, stop) for stop in self.stops), default=0)
         self.held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+
+def begin(generation: Generation, ids: Sequence[int]) -> None:
+    """Before the job of these tokens is submitted: the answer is where `said` has brought it."""
+    said = generation.said
+    generation.history.prompt = frozenset(ids[: len(ids) - len(said)])
+    for token in said:
+        generation.history.add(token)
+    generation.generated = len(said)
+    if generation.grammar is not None:
+        generation.grammar.advance(said)
 
 
 def _overlap(text: str, stop: str) -> int:

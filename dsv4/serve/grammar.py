@@ -61,20 +61,25 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
             raise InvalidInput(f"the JSON schema cannot be followed: {_first_line(matcher)}")
-        return Grammar(matcher, self._vocabulary, self._ends)
+        return Grammar(matcher, self._vocabulary, self._ends, json.loads(schema))
 
 
 class Grammar:
     """Which tokens one answer may continue with."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocabulary: int, ends: frozenset[int]
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: int,
+        ends: frozenset[int],
+        schema: Mapping[str, Any],
     ) -> None:
+        self.schema = schema  # a grammar of the same schema, elsewhere, says the same
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
 
     def fresh(self) -> Grammar:
         """The same, from its beginning, for an answer of its own."""
-        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._ends)
+        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._ends, self.schema)
 
     def allowed(self) -> Tensor:
         """bool [vocabulary]; the end tokens once the answer may end. Raises InvalidInput."""

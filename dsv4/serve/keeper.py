@@ -1,7 +1,8 @@
 """Prefixes that clients asked to keep for a time (`cache_control`): pinned, with limits.
 
-A later turn of the same session takes the place of an earlier one; use makes it last again. What is
-kept gives way when a request would not fit without it, and never takes more than half of the pool.
+A later turn of the same session replaces an earlier one, and each use starts the time anew. When a
+request would not fit without it, what is kept is given up, and it never takes more than half of the
+pool.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Keeper:
         self._kept[job.salt, name] = Kept(pin=pin, until_s=self.clock() + data.terms.keep_s)
 
     def expire(self) -> None:
-        """Lets go what has been kept long enough, and forgets what had to give way."""
+        """Unpins what has been kept long enough, and forgets what had to be given up."""
         if not self._kept:
             return
         now = self.clock()

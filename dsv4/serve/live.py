@@ -185,8 +185,8 @@ class Live:
             self._new_turns.append(turn)
 
     def _after_step(self) -> None:
-        """An event if one is due. What happens sooner is in the next; after the last step of all
-        that one comes by itself."""
+        """Sends an event if one is due. What changes before the next is due goes into that one;
+        after the last step of all, a timer sends it."""
         if not self._watchers:
             return
         if self._early_s <= 0:
@@ -206,7 +206,7 @@ class Live:
                 loop.call_soon_threadsafe(loop.call_later, self._early_s, call, self._send_due)
 
     def _send_due(self) -> None:
-        """Unless a step has sent it meanwhile."""
+        """Sends the event that was due, unless a step has done so in the meantime."""
         if self._is_due and self._early_s > 0:
             self._send_later()
         elif self._is_due:

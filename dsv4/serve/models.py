@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.schema import CacheSchema
@@ -73,8 +74,8 @@ class ServedModel(Protocol):
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt of a chat, up to where the model's answer begins. `tools` are described as in
-        OpenAI's API; `options` go to the template. Text of a message gives no special token, if
-        that is in the model's hands. Raises InvalidInput for a chat that the template cannot
+        OpenAI's API; `options` go to the template. No text of a message becomes a special token, if
+        the model can prevent that. Raises InvalidInput for a chat that the template cannot
         render."""
 
     def open(self, room: Room) -> Opened:
@@ -94,6 +95,7 @@ class Room:
     host_memory_bytes: int | None = None
     prefix: PrefixOptions
     tiers: Sequence[Tier] = ()
+    handoff: HandoffOptions | None = None
 
     @property
     def entries_apart(self) -> bool:
@@ -119,6 +121,7 @@ def open_cache(schema: CacheSchema, room: Room, *, device: str = "cpu") -> KVCac
         "prefix": room.prefix,
         "tiers": room.tiers,
         "host_memory": room.host_memory_bytes,
+        "handoff": room.handoff,
     }
     if room.memory_bytes is not None:
         return KVCacheManager.from_memory(schema, memory_bytes=room.memory_bytes, **options)

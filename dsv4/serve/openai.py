@@ -32,13 +32,13 @@ from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import Message, ServedModel, Tokenizer, require_may_fit
 from dsv4.serve.sampling import TokenLogprob
 from dsv4.serve.schemas import ChatMessage, ChatRequest, CompletionRequest, OpenAIFields
-from dsv4.serve.state import ServerState
+from dsv4.serve.state import Served
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 CHOICES = 64  # of one request: prompts times n
 
 
-def routes(state: ServerState) -> APIRouter:
+def routes(state: Served) -> APIRouter:
     router = APIRouter(route_class=BoundedRoute)
 
     @router.get("/v1/models")
@@ -92,7 +92,7 @@ def routes(state: ServerState) -> APIRouter:
     return router
 
 
-def _prompts(state: ServerState, prompt: str | Sequence[Any]) -> list[Sequence[int]]:
+def _prompts(state: Served, prompt: str | Sequence[Any]) -> list[Sequence[int]]:
     if isinstance(prompt, str):
         return [_encoded(state.model, prompt)]
     if isinstance(prompt[0], int):
@@ -112,7 +112,7 @@ def _message(message: ChatMessage) -> Message:
 
 
 def _question(
-    state: ServerState,
+    state: Served,
     body: OpenAIFields,
     ids: Sequence[int],
     new_tokens: int | None,
@@ -142,7 +142,7 @@ def _question(
     )
 
 
-def _grammar(state: ServerState, body: OpenAIFields) -> Callable[[], Grammar] | None:
+def _grammar(state: Served, body: OpenAIFields) -> Callable[[], Grammar] | None:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
@@ -158,14 +158,14 @@ def _grammar(state: ServerState, body: OpenAIFields) -> Callable[[], Grammar] | 
 
 
 async def _answer(
-    state: ServerState,
+    state: Served,
     request: Request,
     body: OpenAIFields,
     questions: Sequence[Question],
     terms: Terms,
     shape: _Chat | _Text,
 ) -> Response:
-    answer = Answer(runner=state.runner, model=state.model)
+    answer = Answer(runner=state.asked, model=state.model)
     await answer.ask(questions, terms)
     head = {
         "id": f"{shape.prefix}-{secrets.token_hex(12)}",

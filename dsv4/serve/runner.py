@@ -1,7 +1,8 @@
 """The thread that steps the engine, and the calls that other threads may make.
 
-Answers leave it as pieces, once a step, in the event loop of the server. What the engine refuses
-ends one job; what a step raises again and again ends those that run, and the thread goes on.
+Once a step, the pieces of all answers go to the event loop of the server. A job that the engine
+refuses ends alone. An error that comes back in every step ends the jobs that run. The thread goes
+on in both cases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import Tensor
 from dsv4.cache.prefix.explain import Explainer
 from dsv4.engine import Job
 from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput
-from dsv4.serve.generation import Generation, Piece, Usage
+from dsv4.serve.generation import Generation, Piece, Usage, begin
+from dsv4.serve.handovers import Handovers
 from dsv4.serve.keeper import Keeper
 from dsv4.serve.models import Opened
 from dsv4.serve.scheduler import Scheduler
@@ -39,12 +41,14 @@ R = TypeVar("R")
 
 
 class QueueFull(Dsv4Error):
-    """As many requests wait as may. `retry_after_s`: when it makes sense to ask again."""
+    """The queue has as many requests as it may. `retry_after_s`: when it makes sense to ask
+    again."""
 
     def __init__(self, waiting: int, retry_after_s: int) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(
-            f"{waiting} requests wait already, which is the most: try again in {retry_after_s} s"
+            f"{waiting} requests are waiting, which is this server's limit: try again in "
+            f"{retry_after_s} s"
         )
 
 
@@ -99,6 +103,7 @@ class Runner:
             choose=_choose,
             tiers=tiers,
             explainer=Explainer(opened.manager) if explains else None,
+            handovers=Handovers(opened.manager) if opened.manager.handoff else None,
         )
         self.keeper = Keeper(self.engine)
         self.counters = Counters()
@@ -153,8 +158,12 @@ class Runner:
                 tier.close(1.0)
 
     @property
+    def max_context(self) -> int:
+        return self.manager.schema.max_context
+
+    @property
     def most_tokens(self) -> int:
-        """That one request may have, prompt and answer."""
+        """The most tokens that one request may have, prompt and answer together."""
         schema = self.manager.schema
         held = self.manager.table.allocator.total * schema.block_tokens
         return min(schema.max_context, held)
@@ -189,7 +198,7 @@ class Runner:
         stop_tokens: frozenset[int],
     ) -> Job:
         """Raises what `check_fits` raises, and InvalidInput."""
-        generation.history.prompt = frozenset(ids)
+        begin(generation, ids)
         with self._entrance:  # a long prompt is hashed here, while steps go on
             self.check_fits(len(ids) + new_tokens)
             job = self.engine.submit(
@@ -215,8 +224,8 @@ class Runner:
             self._wake.notify_all()
 
     def call(self, function: Callable[[], R]) -> Future[R]:
-        """Calls it between two steps, in the thread that steps. After the end of that the future
-        has ShuttingDown."""
+        """Calls the function between two steps, in the thread that steps. Once that thread has
+        ended, the future raises ShuttingDown."""
         future: Future[R] = Future()
 
         def run() -> None:
@@ -268,7 +277,8 @@ class Runner:
                 self._guarded(self.keeper.expire)
 
     def _ends(self) -> bool:
-        """Whether nothing came in the meantime; from now on nothing can."""
+        """Whether the thread may end: nothing has come in the meantime. From then on nothing is
+        taken."""
         with self._wake:
             self._is_over = not (self.engine.jobs or self._calls)
             return self._is_over

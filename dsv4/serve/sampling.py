@@ -51,8 +51,8 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token and its logarithmic probability under the model, before anything was asked of it;
-    with the most likely ones."""
+    """A token and its logarithmic probability under the model, before temperature, filters,
+    penalties and biases; and the most likely tokens with theirs."""
 
     token: int
     logprob: float
@@ -126,7 +126,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def logprobs(row: Tensor, token: int, top: int) -> TokenLogprob:
-    """Of a token, and of the `top` most likely ones."""
+    """The logarithmic probability of a token, and those of the `top` most likely ones."""
     all_of_them = row.double().log_softmax(dim=0)
     best = all_of_them.topk(min(top, len(row)))
     found = zip(best.indices.tolist(), best.values.tolist(), strict=True)

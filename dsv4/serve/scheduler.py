@@ -21,6 +21,7 @@ from dsv4.cache.requests import Request
 from dsv4.engine import LOOK_AHEAD, Engine, Job, Share
 from dsv4.errors import OutOfBlocks
 from dsv4.serve.generation import Generation
+from dsv4.serve.handovers import Handovers
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.tier import Tier
 
@@ -37,10 +38,11 @@ class Scheduler(Engine):
     pins: list[PinnedPrefix] = field(default_factory=list, init=False)
     tiers: Sequence[Tier] = ()  # of the manager
     explainer: Explainer | None = None
+    handovers: Handovers | None = None  # of a manager with a hand-off
     newest: int = field(default=0, init=False)  # number of the job that came last
 
     def arrive(self, job: Job) -> None:
-        """A session that has nothing to do saves nothing up: it begins where the least served of
+        """A session that was idle has not saved anything up: it begins where the least served of
         the others is."""
         session = job.data.terms.session
         if session not in self.served:
@@ -69,6 +71,8 @@ class Scheduler(Engine):
     def _next_waiting(self) -> Job | None:
         waiting = [job for job in self.jobs if job.request is None and not job.is_over]
         waiting.sort(key=self.rank)
+        if self.handovers is not None:
+            waiting = [job for job in waiting if not self.handovers.expects(job)]
         if self.manager.tiers:
             waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
         return waiting[0] if waiting else None
@@ -82,6 +86,8 @@ class Scheduler(Engine):
 
     def admit(self) -> None:
         before = {job for job, _ in self.running}
+        if self.handovers is not None:
+            self.handovers.land(sorted(self.jobs, key=self.rank), len(before))
         super(Scheduler, self).admit()
         admitted = [job for job, _ in self.running if job not in before]
         for job in admitted:
@@ -134,6 +140,11 @@ class Scheduler(Engine):
 
     def victim(self, jobs: Sequence[Job]) -> Job:
         return max(jobs, key=lambda job: (-job.data.rank(PASSES), job.data.number))
+
+    def leave(self, job: Job) -> None:
+        if self.handovers is not None:
+            self.handovers.leave(job)
+        super(Scheduler, self).leave(job)
 
     def preempt(self, job: Job) -> None:
         job.preemptions += 1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
+
+from dsv4.serve.answers import Asked
 from dsv4.serve.grammar import Grammars
 from dsv4.serve.live import Live
 from dsv4.serve.metrics import Metrics
@@ -17,13 +22,50 @@ from dsv4.serve.turns import Turns
 
 
 @dataclass(kw_only=True)
-class ServerState:
-    """One model on one engine, and what the server was asked to be."""
+class Served(ABC):
+    """What all routes share: a model, where its jobs run, and what the server was asked to be."""
 
     model: ServedModel
-    runner: Runner
     options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    @abstractmethod
+    def asked(self) -> Asked:
+        """What runs the jobs."""
+
+    @abstractmethod
+    async def metrics_text(self) -> bytes:
+        """In Prometheus' exposition format."""
+
+    @abstractmethod
+    async def cache_state(self) -> dict[str, Any]:
+        """What the cache holds, between two steps."""
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self.model.tokenizer)
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The length of an answer whose request does not give one. None: as many tokens as fit."""
+        return self.options.max_new_tokens
+
+    def model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.model.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "dsv4",
+            "max_model_len": self.asked.max_context,
+        }
+
+
+@dataclass(kw_only=True)
+class ServerState(Served):
+    """One model on one engine, in this process."""
+
+    runner: Runner
     metrics: Metrics = field(init=False)
     live: Live = field(init=False)
 
@@ -36,20 +78,12 @@ class ServerState:
             end=self.metrics.whole.observe,
         )
 
-    @cached_property
-    def grammars(self) -> Grammars:
-        return Grammars(self.model.tokenizer)
-
     @property
-    def new_tokens(self) -> int | None:
-        """Of an answer whose request says nothing. None: as many as fit."""
-        return self.options.max_new_tokens
+    def asked(self) -> Runner:
+        return self.runner
 
-    def model_card(self) -> dict[str, Any]:
-        return {
-            "id": self.model.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "dsv4",
-            "max_model_len": self.runner.manager.schema.max_context,
-        }
+    async def metrics_text(self) -> bytes:
+        return await run_in_threadpool(self.metrics.text)
+
+    async def cache_state(self) -> dict[str, Any]:
+        return await asyncio.wrap_future(self.runner.call(self.live.state))

@@ -29,7 +29,7 @@ NAME_BYTES = 7  # a name is a whole number that every JSON reader keeps
 
 
 class Turns:
-    """Hears from a runner; does nothing unless the log is wanted."""
+    """Listens to a runner; does nothing unless the log is wanted."""
 
     def __init__(self, runner: Runner) -> None:
         self._manager = runner.manager

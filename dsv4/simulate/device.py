@@ -289,7 +289,12 @@ class Device:
             node = self.index.get(trail.digest(nth))
             if node is None:
                 node = self.index.add(
-                    trail.digest(nth), block_id, parent, landed=True, hints=trail.hints
+                    trail.digest(nth),
+                    block_id,
+                    parent,
+                    landed=True,
+                    hints=trail.hints,
+                    root=trail.root,
                 )
                 self.notices.landed(node, trail)
                 landed += 1
@@ -302,7 +307,8 @@ class Device:
         return landed
 
     def land_snapshot(self, digest: bytes) -> bool:
-        """A tier had the state at the end of a cached block. Returns whether there is a row."""
+        """Brings the state at the end of a cached block from a tier. Returns whether a row was free
+        for it."""
         node = self.index.get(digest)
         if node is None or node.snapshot is not None:
             return False

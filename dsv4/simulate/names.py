@@ -51,7 +51,7 @@ class NamedTrail(TokenTrail):
 
     @property
     def ids(self) -> Ids:
-        """As many as there are tokens; none has a value."""
+        """As many ids as there are tokens; their values mean nothing."""
         return _no_ids(self._known)
 
     def hash_blocks(self, blocks: int) -> None:
@@ -69,7 +69,7 @@ class NamedTrail(TokenTrail):
         return twin
 
     def grow(self, tokens: int) -> None:
-        """That many tokens are known."""
+        """From now on this number of tokens is known."""
         self._known = tokens
 
 

@@ -417,8 +417,9 @@ class Replica:
     def _fetch_s(
         self, places: EntryPlaces, few: Sequence[Held], chunks: Sequence[tuple[Held, int]]
     ) -> float:
-        """Entries that this step reads and the device does not have. Blocks of requests are the
-        last to leave it, so only what they hold beyond the device's rows is missing."""
+        """Seconds to fetch the entries that this step reads and the device does not have. Blocks of
+        requests are the last to leave the device, so only what requests hold beyond its rows is
+        missing."""
         held_blocks = self.device.allocator.held
         away = max(0, held_blocks - places.rows) / max(1, held_blocks)
         if not away:

@@ -92,8 +92,8 @@ class Speeds:
         disk_rate: float | None = None,
         link_rate: float | None = None,
     ) -> Speeds:
-        """What was measured of a model, or what is given. Raises InvalidInput for a model that was
-        not measured unless both rates are given."""
+        """Speeds that were measured of a model, or that are given. Raises InvalidInput for a model
+        that was not measured unless both rates are given."""
         host_us, disk_us = BACK.values()
         (link_us,) = LINK.values()
         given = {

@@ -32,7 +32,7 @@ def setups(base: Setup, choices: Mapping[str, Sequence[Any]]) -> Iterator[Setup]
 def run_all(
     trace: Sequence[TraceRequest], asked: Sequence[Setup], progress: Progress | None = None
 ) -> list[Simulated]:
-    """Each of them, one after the other."""
+    """Simulates each of them, one after the other."""
     return [_run(trace, setup, progress) for setup in asked]
 
 

@@ -141,7 +141,7 @@ class CountedTiers(Observer):
                     self._report(tier.medium, (own.digest,), True)
 
     def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        """What is used on the device counts as used below."""
+        """What is used on the device counts as used in the tiers below too."""
         for tier in self.tiers:
             held = [node for node in match.nodes[-1:] if Key(Kind.BLOCK, node.digest) in tier]
             if not held:

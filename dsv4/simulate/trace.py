@@ -55,8 +55,9 @@ def read_trace(path: Path | str) -> Iterator[TraceRequest]:
 
 
 def load_trace(path: Path | str) -> list[TraceRequest]:
-    """All requests of a trace by the time they came, from 0 s on. Those that say no session have
-    the one that they go on with. Raises InvalidInput, for a trace without requests too."""
+    """All requests of a trace by the time they came, the first at 0 s. A request without a session
+    gets the one whose prompt it continues. Raises InvalidInput, also for a trace without
+    requests."""
     found = sorted(read_trace(path), key=lambda request: request.at_s)
     if not found:
         raise InvalidInput(f"the trace {path} has no request: give a line for each")
@@ -65,8 +66,8 @@ def load_trace(path: Path | str) -> list[TraceRequest]:
 
 
 def with_sessions(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-    """A request that goes on from the newest prompt of a session, by whole names, is in it; any
-    other one begins a session. Sessions that are known stay."""
+    """A request whose names continue the newest prompt of a session belongs to it; any other one
+    begins a session. Sessions that the trace names stay."""
     ends: dict[int, str] = {}  # the last whole name of the newest prompt of each session
     newest: dict[str, int] = {}
     for number, request in enumerate(trace):

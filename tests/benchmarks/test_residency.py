@@ -6,11 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import run, timing
+from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS
 from benchmarks.residency import HostStep, Selections, fetched_bytes, resolving_layers
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 from dsv4.reference.host_entries import resolve
+from tests.support.no_gpu import no_gpu
 
 TINY = ModelSpec.preset("tiny")
 HOT = 4 * TINY.index_topk
@@ -76,3 +79,47 @@ def test_a_step_has_the_same_bits_wherever_entries_are():
         found.append(torch.stack(outs))
     assert torch.equal(*(out.view(torch.int16) for out in found))
     assert not torch.equal(found[0][0], found[0][1]), "selections change what is read"
+
+
+def test_one_step_reads_where_it_was_told_last():
+    """Its calls come again with the same shapes, which elsewhere repeats the launches."""
+    with no_gpu() as gpu:
+        step = HostStep(
+            TINY,
+            batch=2,
+            context=512,
+            device="cpu",
+            hits=None,
+            hot_entries=HOT,
+            arena_bytes=1 << 20,
+        )
+        counts = []
+        for hits in (None, None, None, 1.0, 0.5, None):
+            step.set_hits(hits)
+            gpu.started.clear()
+            step.run(PARTS)
+            counts.append(sum(each.kernel == "_resolve_kernel" for each in gpu.started))
+        assert counts == [0, 0, 0, *[len(step.selecting_layers)] * 2, 0]
+        with timing.compiling() as found:
+            step.set_hits(1.0)
+            step.run(PARTS)
+        names = {launch.kernel.fn.__name__ for launch in found.launches.values()}
+        assert {"_resolve_kernel", "_fetch_kernel", "_attend_kernel"} <= names
+
+
+def test_no_case_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+
+    def measure() -> Measurement:
+        clock[0] += 4.0
+        return Measurement(microseconds=1.0, launches=1, must_move_bytes=1)
+
+    cases = [
+        Case(name=name, suite="residency", series="s", model="m", batch=1, measure=measure)
+        for name in "abcd"
+    ]
+    begun: list[Case] = []
+    found = [(case.name, case.measure()) for case in run.in_time(cases, 10.0, begun)]
+    assert [name for name, _ in found] == ["a", "b", "c"]
+    assert begun == cases[:3]

@@ -256,8 +256,8 @@ CALLS: tuple[Callable[[Scene], None], ...] = (
 )
 
 
-def lines_of(call: Callable[[Scene], None], *, inside: bool = False) -> int:
-    made, counted = Scene(call.__name__), Interrupts(inside=inside)
+def lines_of(call: Callable[[Scene], None], *, real: bool = False, inside: bool = False) -> int:
+    made, counted = Scene(call.__name__, real=real), Interrupts(inside=inside)
     with counted.injected():
         call(made)
     return counted.count
@@ -312,7 +312,7 @@ def test_an_interrupt_at_every_line_is_recovered_from(call: Callable[[Scene], No
 @pytest.mark.nightly
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_after_an_interrupt_all_bytes_are_right(call: Callable[[Scene], None]):
-    lines = lines_of(call)
+    lines = lines_of(call, real=True)
     for at in range(0, lines, max(1, lines // 20)):
         interrupt(call, at, real=True)
 

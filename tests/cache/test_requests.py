@@ -28,10 +28,18 @@ def table(num_blocks: int = 8, max_requests: int = 3) -> RequestTable:
 
 
 class Reclaiming(PrefixIndex):
-    def pinned_blocks(self, excluding: object = ()) -> int:
+    def pinned_blocks(self, excluding: object = (), *, root: object = None) -> int:
         return 0
 
-    def drop_for(self, victims: Sequence[PrefixNode], askers: object) -> None:
+    def evictable_of(self, root: object, excluding: object = ()) -> int:
+        return 0
+
+    def trim(self, root: object, most: int) -> int:
+        return 0
+
+    def drop_for(
+        self, victims: Sequence[PrefixNode], askers: object, *, over_quota: int = 0
+    ) -> None:
         self.drop(victims)
 
 

@@ -648,8 +648,7 @@ def test_planes_of_any_schema_are_disjoint(schema: CacheSchema) -> None:
 
 def test_the_painter_sees_an_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: move one page by 8 bytes and two planes share them."""
-    shifted = Page.scale_offset_bytes.fget
-    assert shifted is not None
+    shifted = Page.scale_offset_bytes.func
     monkeypatch.setattr(Page, "scale_offset_bytes", property(lambda page: shifted(page) - 8))
     with pytest.raises(AssertionError, match="share a byte"):
         check_layout(CacheSchema.build(TINY))

@@ -164,7 +164,7 @@ def test_entries_in_host_memory_make_room() -> None:
 def test_what_a_longest_request_needs_is_asked_of_both_memories() -> None:
     """Without host memory not one request fits."""
     few = ("v4-flash", "--memory", "2GB", "--context", "1M")
-    assert run("plan", *few).exit_code == 2
+    assert run("plan", *few).exit_code == 3
     found = run_json(*few, "--host-memory", "256GB")["residency"]
     assert (found["requests"], found["requests_without"]) == (3, 0)
     assert found["limited_by"] == "device"
@@ -192,7 +192,7 @@ def test_the_planner_says_where_host_memory_does_not_pay(options: list[str], sen
     ],
 )
 def test_two_memories_that_cannot_work_are_refused(options: list[str]) -> None:
-    assert run("plan", *options).exit_code == 2
+    assert run("plan", *options).exit_code == (3 if "3GB" in options else 2)
 
 
 def test_every_option_reaches_the_schema() -> None:
@@ -248,6 +248,11 @@ def test_python_runs_the_command_by_its_name_and_ends_with_its_code() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--memory", "80GB", "--context", "128k"], "80 GB has room for 167 requests of 128k"),
+        (
+            ["--memory", "80G", "--context", "128k"],
+            "tokens at once: 79.53 GB (79,526,928,384 bytes)",
+        ),
         (["--memory", "80GiB"], "80 GiB has room for 23 requests of 1M tokens at once"),
         (["--memory", "80GiB", "--requests", "23"], "23 requests of 1M tokens at once"),
         (["--memory", "80GiB", "--context", "128k"], "180 requests of 128k tokens"),
@@ -259,10 +264,21 @@ def test_python_runs_the_command_by_its_name_and_ends_with_its_code() -> None:
         ),
     ],
 )
-def test_the_answer_is_a_sentence(arguments: list[str], sentence: str) -> None:
+def test_the_answer_is_a_sentence_and_comes_first(arguments: list[str], sentence: str) -> None:
     result = run("plan", "v4-flash", *arguments)
-    assert result.exit_code == 0
-    assert sentence in result.stdout
+    assert result.exit_code == (3 if "no room" in sentence else 0)
+    assert sentence in result.stdout.splitlines()[0]
+
+
+def test_what_does_not_fit_says_how_many_would() -> None:
+    result = run("plan", "v4-flash", "--memory", "80GiB", "--context", "1M", "--requests", "24")
+    assert "23 would fit" in result.stdout.splitlines()[0]
+
+
+def test_planes_are_details() -> None:
+    plain, more = (run("plan", "v4-flash", *options).stdout for options in ([], ["--details"]))
+    assert "plane" not in plain
+    assert "plane" in more
 
 
 def test_a_config_file_is_a_model(tmp_path: Path) -> None:
@@ -322,7 +338,7 @@ def test_version() -> None:
 
 ERRORS = [
     (["v4-flush"], "ConfigError", "v4-flash"),
-    (["v4.1-flash"], "ConfigError", "unknown preset"),
+    (["v4.2-flash"], "ConfigError", "unknown preset"),
     (["absent.json"], "ConfigError", "cannot read absent.json"),
     (["v4-flash", "--memory", "lots"], "InvalidInput", "'lots'"),
     (["v4-flash", "--memory", "-5"], "InvalidInput", "'-5'"),
@@ -345,7 +361,7 @@ ERRORS = [
 @pytest.mark.parametrize(("arguments", "kind", "message"), ERRORS)
 def test_an_error_is_one_line_on_stderr(arguments: list[str], kind: str, message: str) -> None:
     result = run("plan", *arguments)
-    assert result.exit_code == 2
+    assert result.exit_code == (3 if kind == "PoolTooSmall" else 2)
     assert result.stdout == ""
     assert result.stderr.startswith(f"{kind}: ")
     assert message in result.stderr
@@ -357,7 +373,7 @@ def test_an_error_in_json_is_an_object_on_stdout(
     arguments: list[str], kind: str, message: str
 ) -> None:
     result = run("plan", *arguments, "--json")
-    assert result.exit_code == 2
+    assert result.exit_code == (3 if kind == "PoolTooSmall" else 2)
     assert result.stderr == ""
     report = json.loads(result.stdout)
     assert report["type"] == kind

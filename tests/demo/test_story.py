@@ -198,7 +198,7 @@ def test_the_picture_is_a_png(ran: dict[str, Any]) -> None:
     assert Path(ran["plot"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_the_readme_shows_what_it_prints(ran: dict[str, Any]) -> None:
+def test_the_quickstart_shows_what_it_prints(ran: dict[str, Any]) -> None:
     """Line by line, but for the times; "…" stands for lines left out."""
     console = Console(file=io.StringIO(), width=80)
     with demo_view(console) as view:
@@ -214,8 +214,8 @@ def test_the_readme_shows_what_it_prints(ran: dict[str, Any]) -> None:
     print_report(console, report, flash_bill())
     assert isinstance(console.file, io.StringIO)
     printed = iter(without_times(console.file.getvalue()))
-    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    (shown,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text("utf-8")
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     for line in without_times(shown):
         assert line.strip() == "…" or line in printed, line
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels import top_k
+from dsv4.kernels.sizes import MANY_ROWS
 from dsv4.reference import top_k as reference_top_k
 from tests.oracles.indexer import make_tokens
 from tests.support.numbers import Numbers
@@ -14,7 +15,7 @@ from tests.support.numbers import Numbers
 pytestmark = pytest.mark.gpu
 
 # rows x scores: the row in registers, its list, slices of 2,048 and of 8,192, a program per row
-SHAPES = ((3, 2048), (9, 8192), (2, 32_768), (9, 262_144), (top_k.MANY_ROWS + 3, 32_768))
+SHAPES = ((3, 2048), (9, 8192), (2, 32_768), (9, 262_144), (MANY_ROWS + 3, 32_768))
 UNTOUCHED = -7
 
 

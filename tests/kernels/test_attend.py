@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.cache.records import nvfp4
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels import attend as kernel
+from dsv4.kernels import sizes
 from dsv4.kernels.target import TARGETS, AttentionTiles, Target, attention_tiles, compiling_for
 from dsv4.reference import attend as reference
 from dsv4.reference.pages import page_rows
@@ -56,8 +57,9 @@ def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(attention_tiles(target, heads, **records), keys=16)
 
     monkeypatch.setattr(kernel, "attention_tiles", small)
-    monkeypatch.setattr(kernel, "UNIT_KEYS", 16)
-    monkeypatch.setattr(kernel, "UNITS_PER_SPLIT", 1)
+    for module in (kernel, sizes):
+        monkeypatch.setattr(module, "UNIT_KEYS", 16)
+    monkeypatch.setattr(sizes, "UNITS_PER_SPLIT", 1)
 
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
@@ -78,7 +80,8 @@ def test_the_tiles_of_every_target_give_the_dense_formula(name: str) -> None:
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
 @pytest.mark.parametrize("places", [512, 2], ids=["parallel", "serial"])
 def test_merged_splits(kind: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "PLACES", places)
+    for module in (kernel, sizes):
+        monkeypatch.setattr(module, "PLACES", places)
     step = make_step([(300, 2), (2, 1), (99, 1)], kind=kind, window=40, padding=1, ratio=8)
     check(step, run(step, turn=True), turn=True)
 
@@ -88,7 +91,8 @@ def test_merged_splits(kind: str, places: int, monkeypatch: pytest.MonkeyPatch) 
 def test_parallel_and_serial_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step([(300, 1), (64, 2)], kind=kind, window=40, ratio=8, padding=1)
     parallel = run(step)
-    monkeypatch.setattr(kernel, "PLACES", 4)
+    for module in (kernel, sizes):
+        monkeypatch.setattr(module, "PLACES", 4)
     assert same(parallel, run(step))
 
 

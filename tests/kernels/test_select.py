@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4.cache import records
 from dsv4.errors import InvalidInput
 from dsv4.kernels import select as kernel
+from dsv4.kernels import sizes
 from dsv4.kernels import top_k as top_k_kernel
 from dsv4.kernels.backend import TritonBackend
 from dsv4.ops.backend import Backend
@@ -68,8 +69,8 @@ def run(
 def cut_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred scores are cut into slices as long ones are."""
     for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE"):
-        monkeypatch.setattr(top_k_kernel, name, 256)
-    monkeypatch.setattr(top_k_kernel, "BINS", 64)
+        monkeypatch.setattr(sizes, name, 256)
+    monkeypatch.setattr(sizes, "BINS", 64)
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -154,8 +155,8 @@ def test_a_workspace_too_small_for_one_row_is_refused():
 
 def test_every_piece_fits_a_workspace_that_holds_one_row(monkeypatch: pytest.MonkeyPatch):
     cut_rows(monkeypatch)
-    monkeypatch.setattr(top_k_kernel, "MAX_SLICE", 512)
-    monkeypatch.setattr(top_k_kernel, "ENOUGH_PROGRAMS", 8)
+    monkeypatch.setattr(sizes, "MAX_SLICE", 512)
+    monkeypatch.setattr(sizes, "ENOUGH_PROGRAMS", 8)
     keys, *_ = case()
     columns = keys.block_table.shape[1] * keys.page.rows
     for tokens in (1, 5, 9, 20):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.errors import InvalidInput
+from dsv4.kernels import sizes
 from dsv4.kernels import top_k as kernel
 from dsv4.reference import top_k as reference
 from tests.oracles.indexer import make_tokens, slow_top_k
@@ -26,14 +27,15 @@ def short_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Rows of a few hundred scores are cut into slices as long ones are."""
     shorten(monkeypatch)
     if request.param == "many rows":
-        monkeypatch.setattr(kernel, "MANY_ROWS", 1)
+        monkeypatch.setattr(sizes, "MANY_ROWS", 1)
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, *, bins: int = 64, listed: int = 32) -> None:
-    for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE", "LONG_TILE"):
-        monkeypatch.setattr(kernel, name, 256)
-    monkeypatch.setattr(kernel, "BINS", bins)
-    monkeypatch.setattr(kernel, "LIST", listed)
+    for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE"):
+        monkeypatch.setattr(sizes, name, 256)
+    monkeypatch.setattr(kernel, "LONG_TILE", 256)
+    monkeypatch.setattr(sizes, "BINS", bins)
+    monkeypatch.setattr(sizes, "LIST", listed)
 
 
 def select(
@@ -96,7 +98,7 @@ def test_one_program_a_row_equals_the_reference(
     kind: str, bins: int, monkeypatch: pytest.MonkeyPatch
 ):
     scores = random_scores(kind, len(SEEN), 700, seed=1)
-    monkeypatch.setattr(kernel, "BINS", bins)
+    monkeypatch.setattr(sizes, "BINS", bins)
     found, expected = select(scores, tokens_of(SEEN), 8)
     assert found.tolist() == expected.tolist()
     assert kernel.top_k_workspace_bytes(*scores.shape, 8) == 0
@@ -105,7 +107,7 @@ def test_one_program_a_row_equals_the_reference(
 @pytest.mark.parametrize(("kind", "k"), [("normal", 20), ("special", 31)])
 def test_lists_too_short_of_many_rows(kind: str, k: int, monkeypatch: pytest.MonkeyPatch):
     shorten(monkeypatch, bins=64, listed=4)
-    monkeypatch.setattr(kernel, "MANY_ROWS", 1)
+    monkeypatch.setattr(sizes, "MANY_ROWS", 1)
     scores = random_scores(kind, 1, 500, seed=3)
     found, expected = select(scores, tokens_of([499]), k)
     assert found.tolist() == expected.tolist()

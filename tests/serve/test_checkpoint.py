@@ -119,7 +119,7 @@ def test_what_cannot_be_served_says_why(checkpoint: Path, tmp_path: Path) -> Non
     place = changed(checkpoint, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(InvalidInput, match="weights of"):
-        Checkpoint(place)
+        make_state(Checkpoint(place), ServerOptions())
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(InvalidInput, match="tokenizer"):
         Checkpoint(place)

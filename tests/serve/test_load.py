@@ -8,9 +8,6 @@ import pytest
 from tests.serve.load import MOST_GROWTH, play
 
 NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(7200)]
-BROKEN = pytest.mark.xfail(
-    reason="a prefill step with entries in host memory has failed under this load (docs/serve.md)"
-)
 
 
 @pytest.mark.parametrize(
@@ -18,9 +15,10 @@ BROKEN = pytest.mark.xfail(
     [
         ("plain", 2.0),
         ("tiers", 2.0),
+        ("host_memory", 2.0),
         pytest.param("plain", 1200.0, marks=NIGHTLY),
         pytest.param("tiers", 2400.0, marks=NIGHTLY),
-        pytest.param("host_memory", 600.0, marks=[*NIGHTLY, BROKEN]),
+        pytest.param("host_memory", 600.0, marks=NIGHTLY),
     ],
 )
 def test_nothing_is_lost_under_random_load(way: str, seconds: float) -> None:

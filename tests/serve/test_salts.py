@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.serve.serving import Running, running
+from tests.support.numbers import Numbers
 
 ASK = {"model": "stand-in", "temperature": 0, "max_tokens": 1}
 
@@ -56,14 +57,14 @@ def test_time_does_not_say_what_another_salt_has_cached() -> None:
     """Prompts that another salt has cached, and prompts that nobody asked, in random order: their
     times differ by less than noise. Prompts that the same salt has cached are faster, so the test
     would see it."""
-    draw, count = np.random.default_rng(1), 150
+    numbers, count = Numbers(1), 150
     with running(max_requests=1) as server:
         times: dict[str, list[float]] = {"other": [], "nobody": [], "same": []}
         for nth in range(count):
             prompts = {name: f"{nth} {name} ".ljust(900, "x") for name in times}
             post(server, prompts["other"], "their")
             post(server, prompts["same"], "mine")
-            for name in draw.permutation([*times]):
+            for name in (list(times)[at] for at in numbers.permutation(len(times))):
                 begun = time.perf_counter()
                 post(server, prompts[name], "mine")
                 times[name].append(time.perf_counter() - begun)

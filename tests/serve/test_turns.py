@@ -26,8 +26,9 @@ def test_the_log_is_a_trace_that_finds_what_the_server_found(
     path = tmp_path / "log.jsonl"
     handler = logging.FileHandler(path)
     handler.setFormatter(JsonLines())
-    monkeypatch.setattr(TURNS, "level", logging.INFO)
     monkeypatch.setattr(TURNS, "disabled", False)
+    before = TURNS.level
+    TURNS.setLevel(logging.INFO)  # not by hand: loggers remember what they are enabled for
     TURNS.addHandler(handler)
     try:
         with server.http() as client:
@@ -41,6 +42,7 @@ def test_the_log_is_a_trace_that_finds_what_the_server_found(
             client.post("/v1/completions", json=asked)
     finally:
         TURNS.removeHandler(handler)
+        TURNS.setLevel(before)
         handler.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from dsv4.cache.allocator import Asker, BlockAllocator
+from dsv4.cache.allocator import NO_OWN, Asker, BlockAllocator
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
@@ -28,10 +28,13 @@ class CachedBlocks:
         self._rows, self._pins = rows, pins
         self._notices = notices
 
-    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+    def choose(
+        self, blocks: int, *, or_fewer: bool = False, own: Mapping[bytes, int] = NO_OWN
+    ) -> list[PrefixNode]:
         """Chooses `count` blocks to evict, or none (with `or_fewer`, as many as possible); then
-        they are dropped or spared."""
-        victims = self._index.choose(blocks, or_fewer=or_fewer)
+        they are dropped or spared. Among them, and first, are as many of each owner as `own`
+        says."""
+        victims = self._index.choose(blocks, or_fewer=or_fewer, own=own)
         if victims:  # they may be written before they are dropped
             self._notices.before_reuse()
         return victims
@@ -49,9 +52,23 @@ class CachedBlocks:
             if node.snapshot is not None:
                 self._rows.drop(node)
 
-    def drop_for(self, victims: Sequence[PrefixNode], askers: Sequence[Asker]) -> None:
-        """Evicts what was chosen because others need its memory."""
-        self.drop(victims, Cause(tuple(asker.trail for asker in askers)))
+    def drop_for(
+        self, victims: Sequence[PrefixNode], askers: Sequence[Asker], *, over_quota: int = 0
+    ) -> None:
+        """Evicts what was chosen because others need its memory; the first `over_quota` because a
+        quota is full."""
+        trails = tuple(asker.trail for asker in askers)
+        self.drop(victims, Cause(trails, over_quota=over_quota))
+
+    def trim(self, root: bytes, most: int) -> int:
+        """Evicts blocks of an owner until it has no more than `most`, or none is left that can be.
+        Returns how many."""
+        over = min(self._allocator.owners.used.get(root, 0) - most, self.evictable_of(root))
+        if over <= 0:
+            return 0
+        victims = self.choose(0, or_fewer=True, own={root: over})
+        self.drop(victims, Cause(over_quota=len(victims)))
+        return len(victims)
 
     def evict(self, most: int) -> int:
         """Evicts `count` blocks, or all that can be. Returns how many."""
@@ -71,6 +88,19 @@ class CachedBlocks:
             not references(b) for b in self._pins.block_ids().union(excluding)
         )
 
-    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
-        """Blocks that lasting pins keep, with all before them, except the given ones."""
-        return self._pins.lasting_blocks(excluding)
+    def evictable_of(self, root: bytes, excluding: Collection[int] = ()) -> int:
+        """The same, of the blocks of one owner."""
+        references, owners = self._allocator.references, self._allocator.owners
+        idle = owners.idle.get(root, 0)
+        if not idle:
+            return 0
+        kept = self._pins.block_ids().union(excluding)
+        return idle - sum(not references(b) and owners.of.get(b) == root for b in kept)
+
+    def pinned_blocks(self, excluding: Collection[int] = (), *, root: bytes | None = None) -> int:
+        """Blocks that lasting pins keep, with all before them, except the given ones; of one owner,
+        or all."""
+        kept = self._pins.lasting_blocks(excluding)
+        if root is not None:
+            kept = {b for b in kept if self._allocator.owners.of.get(b) == root}
+        return len(kept)

@@ -329,8 +329,14 @@ class PrefixCache:
         for nth, block_id in enumerate(block_ids, first):
             node = self.index.get(trail.digest(nth))
             if node is None:
-                hints = trail.hints
-                node = self.index.add(trail.digest(nth), block_id, parent, landed=True, hints=hints)
+                node = self.index.add(
+                    trail.digest(nth),
+                    block_id,
+                    parent,
+                    landed=True,
+                    hints=trail.hints,
+                    root=trail.root,
+                )
                 self.notices.landed(node, trail)
             else:
                 unused.append(block_id)

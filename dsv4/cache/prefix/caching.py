@@ -69,7 +69,9 @@ class BlockCaching:
             return None
         if get(chain[block]) is not None:
             return None
-        node = self._index.add(chain[block], block_ids[block], before, hints=trail.hints)
+        node = self._index.add(
+            chain[block], block_ids[block], before, hints=trail.hints, root=trail.root
+        )
         self._notices.cached(node, trail)
         return node
 
@@ -87,10 +89,14 @@ class BlockCaching:
             if before is None or before.block_id == request.block_ids[first - 1]:
                 break
             first -= 1
-        cached = []
+        cached = list[int]()
         for block in range(first, last):
             node = self._index.get(trail.digest(block))
-            if node is None or node.block_id == request.block_ids[block]:
+            is_own = node is not None and node.block_id == request.block_ids[block]
+            if is_own and not cached:  # the request began with it, and has replayed its tokens
+                first += 1
+                continue
+            if node is None or is_own:
                 break
             cached.append(node.block_id)
         after = request.block_ids[first + len(cached) :][:1]
@@ -110,7 +116,7 @@ class BlockCaching:
         if node is not None and node.block_id != request.block_ids[first - 1]:
             return None  # another request was first; its blocks must not wait for this one's
         for nth in range(first, block + 1):
-            block_id = request.block_ids[nth]
-            node = self._index.add(trail.chain[nth], block_id, node, hints=trail.hints)
+            block_id, hints = request.block_ids[nth], trail.hints
+            node = self._index.add(trail.chain[nth], block_id, node, hints=hints, root=trail.root)
             self._notices.cached(node, trail)
         return node

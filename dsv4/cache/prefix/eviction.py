@@ -6,22 +6,25 @@ does one that a cached block comes after. The policy chooses from the rest (`Evi
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.order import Order, Orders
 
 PASSED_OVER = 64  # how many blocks that no tier has are passed over, at most, while others go
 
 
 class Eviction:
     """One choice of blocks to evict: how many are wanted, and which may go. It changes nothing: the
-    victims stay cached until the index drops them."""
+    victims stay cached until the index drops them. With a `root` only blocks of that tenant are
+    chosen, whose quota is full."""
 
     def __init__(self, wanted: int, references: Callable[[int], int], *, has_tiers: bool) -> None:
         self.wanted, self.has_tiers = wanted, has_tiers
+        self.root: bytes | None = None
         self.victims: list[PrefixNode] = []
         self._references = references
         self._chosen_children: dict[PrefixNode, int] = {}
@@ -35,7 +38,10 @@ class Eviction:
         return node.is_cached and node.children <= self._chosen_children.get(node, 0)
 
     def is_held(self, node: PrefixNode) -> bool:
-        """Whether a request or a pin holds the block."""
+        """Whether a request or a pin holds the block, or it is not of the tenant whose blocks are
+        wanted."""
+        if self.root is not None and node.root != self.root:
+            return True
         return bool(node.pins or self._references(node.block_id))
 
     def take(self, node: PrefixNode) -> PrefixNode | None:
@@ -104,8 +110,9 @@ class EvictionPolicy(Protocol):
         """Whether `choose` considers the block."""
 
     def choose(self, eviction: Eviction) -> None:
-        """Takes (`eviction.take`) offered leaves that nothing holds, until `eviction.is_done` or
-        none is left. What was taken is not offered any more: it is dropped, or offered again."""
+        """Takes (`eviction.take`) offered leaves that nothing holds (`eviction.is_held`), until
+        `eviction.is_done` or none is left. What was taken is not offered any more: it is dropped,
+        or offered again."""
 
     def superseded(self, node: PrefixNode) -> None:
         """A newer state of its session does not begin with this block, after which none is
@@ -129,12 +136,23 @@ class EvictionPolicy(Protocol):
         right; those without any are to be offered."""
 
 
+@runtime_checkable
+class KeepsApart(Protocol):
+    """A policy that finds the blocks of one tenant without a look at those of others. For any other
+    policy those of others count as held where `eviction.root` says whose are wanted: then a choice
+    takes longer the more there are."""
+
+    def keep_apart(self, roots: Iterable[bytes], nodes: Collection[PrefixNode]) -> None:
+        """From now on `choose` may be asked for blocks of these tenants alone, and of no others.
+        `nodes` are all that are cached."""
+
+
 class LeastRecentlyUsed:
     """The least recently used block is evicted first, and one that a tier has before one that would
     be lost. Snapshots likewise, whether a tier has them or not."""
 
     def __init__(self) -> None:
-        self._leaves: list[tuple[int, int, PrefixNode]] = []  # a heap; stamps may be out of date
+        self._orders = Orders[str]()  # one heap each; stamps may be out of date
         self._clock = 0
         self._pushes = 0
         self._snapshots: OrderedDict[PrefixNode, None] = OrderedDict()  # the oldest use first
@@ -147,27 +165,34 @@ class LeastRecentlyUsed:
 
     def offer(self, node: PrefixNode) -> None:
         if not node.queued:
-            node.queued = 1
-            self._pushes += 1
-            heapq.heappush(self._leaves, (node.last_use, self._pushes, node))
+            self._push(node)
+
+    def _push(self, node: PrefixNode) -> None:
+        self._pushes += 1
+        node.queued, node.offered_use = self._pushes, node.last_use
+        self._orders.push("", node.last_use, node)
 
     def is_offered(self, node: PrefixNode) -> bool:
         return bool(node.queued)
 
     def choose(self, eviction: Eviction) -> None:
         # being in use counts as a use: it will not be looked at first next time
-        for node in eviction.walk(self._pop, self._offer_all, self._take):
+        order = self._orders.of(eviction.root)
+        for node in eviction.walk(partial(self._pop, order), self._offer_all, self._take):
             self.used(node)
             self.offer(node)
 
-    def _pop(self) -> PrefixNode | None:
-        while self._leaves:
-            stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = 0
-            if stamp == node.last_use:
+    def _pop(self, order: Order[str]) -> PrefixNode | None:
+        while order.heaps.get(""):
+            node = order.pop("")
+            if node is not None and node.last_use == node.offered_use:
                 return node
-            self.offer(node)  # used since
+            if node is not None:
+                self.offer(node)  # used since
         return None
+
+    def keep_apart(self, roots: Iterable[bytes], nodes: Collection[PrefixNode]) -> None:
+        self._orders.keep_apart(roots, nodes, self._push)
 
     def _take(self, eviction: Eviction, node: PrefixNode) -> None:
         if node.parent is not None:  # a use of a block is a use of all before it
@@ -184,7 +209,8 @@ class LeastRecentlyUsed:
         """It is old enough to go."""
 
     def dropped(self, node: PrefixNode) -> None:
-        """`choose` passes over it where it is still in the heap."""
+        """`choose` passes over it where it is still in a heap."""
+        node.queued = 0
 
     def snapshot_used(self, node: PrefixNode) -> None:
         self._snapshots[node] = None
@@ -197,7 +223,7 @@ class LeastRecentlyUsed:
         return iter(self._snapshots)
 
     def rebuild(self, nodes: Collection[PrefixNode]) -> None:
-        self._leaves = []
+        self._orders.clear()
         for node in nodes:
             node.queued = 0
         self._offer_all([node for node in nodes if not node.children])

@@ -47,9 +47,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """How a block left the cache: `seconds_ago`, `whom` memory was needed for, by which `rule`.
-    `in_tier`: some tier has its bytes, as far as was known then. `tier` is the one whose bytes
-    were refused."""
+    """How a block left the cache: how many `seconds_ago`, for `whom` memory was needed, and by
+    which `rule` it was chosen. `in_tier`: a tier has its bytes, as far as was known then. `tier` is
+    the one whose bytes were refused."""
 
     seconds_ago: float
     whom: str = ""
@@ -252,7 +252,7 @@ class History(Observer):
     def why(
         self, trail: TokenTrail, block: int, *, salts: bool
     ) -> tuple[MissKind, Difference | None, Leaving | None]:
-        """Why this block of a prompt, all of whose tokens are known, is not cached."""
+        """Why this block of a prompt is not cached. All of its tokens must be known."""
         digest = trail.digest(block)
         entry, refused = self._entries.get(digest), self._refused.get(digest)
         if refused is not None:

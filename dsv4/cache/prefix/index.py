@@ -4,12 +4,12 @@ Torch-free."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.allocator import NO_OWN, BlockAllocator
 from dsv4.cache.prefix.eviction import Eviction, EvictionPolicy, LeastRecentlyUsed
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.node import PrefixNode
@@ -90,9 +90,10 @@ class PrefixIndex:
         *,
         landed: bool = False,
         hints: Hints | None = None,
+        root: bytes = b"",
     ) -> PrefixNode:
         """A block that a request has just completed, or one whose bytes a tier had."""
-        node = PrefixNode(digest, block_id, parent, hints)
+        node = PrefixNode(digest, block_id, parent, hints, root)
         node.stored = landed
         if landed:
             self._allocator.land(block_id)
@@ -108,18 +109,27 @@ class PrefixIndex:
             self.note_event("stored", node)
         return node
 
-    def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+    def choose(
+        self, count: int, *, or_fewer: bool = False, own: Mapping[bytes, int] = NO_OWN
+    ) -> list[PrefixNode]:
         """`count` blocks to evict, children before parents; none if fewer can be evicted, unless
-        `or_fewer`.
+        `or_fewer`. Among them, and first, are as many of each tenant as `own` says, by root.
 
         They are cached until `drop`, so their bytes can be copied somewhere else first. They must
         be dropped or spared before the next call.
         """
         if count > self._allocator.idle and not or_fewer:
             return []
-        eviction = Eviction(count, self._allocator.references, has_tiers=self.has_tiers)
-        self.policy.choose(eviction)
-        if not eviction.is_done and not or_fewer:
+        eviction = Eviction(0, self._allocator.references, has_tiers=self.has_tiers)
+        is_short = False
+        for eviction.root, blocks in own.items():
+            eviction.wanted = len(eviction.victims) + blocks
+            self.policy.choose(eviction)
+            is_short = is_short or not eviction.is_done
+        eviction.root, eviction.wanted = None, max(count, len(eviction.victims))
+        if not is_short:
+            self.policy.choose(eviction)
+        if (is_short or not eviction.is_done) and not or_fewer:
             self.spare(eviction.victims)
             return []
         return eviction.victims

@@ -12,7 +12,8 @@ class PrefixNode:
     """The block is number `depth` of every prompt that it is in, from 0. `children` counts the
     cached blocks that come right after it, `pins` those pins that name it. `snapshot` is the row of
     the state at its end, if that is kept; `stored`: a tier has its bytes, as far as is known.
-    `hints` are those of the request that has used it last. The rest belongs to the eviction policy
+    `hints` are those of the request that has used it last. `root`, where the chain of digests
+    begins, stands for the salt. The rest belongs to the eviction policy
     (`Retention` says what it means)."""
 
     __slots__ = (
@@ -31,6 +32,7 @@ class PrefixNode:
         "parent",
         "pins",
         "queued",
+        "root",
         "snapshot",
         "stored",
         "turns",
@@ -42,7 +44,9 @@ class PrefixNode:
         block_id: int,
         parent: PrefixNode | None,
         hints: Hints | None = None,
+        root: bytes = b"",
     ) -> None:
+        self.root: bytes = root if parent is None else parent.root
         self.digest, self.block_id, self.parent, self.hints = digest, block_id, parent, hints
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children = self.pins = self.last_use = 0

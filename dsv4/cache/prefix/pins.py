@@ -66,10 +66,10 @@ class Pins:
             self._block_ids = _ids_up_to(tuple(self._standing))
         return self._block_ids
 
-    def lasting_blocks(self, excluding: Collection[int]) -> int:
-        """How many blocks the caller's pins keep, with all before them, except the given ones."""
+    def lasting_blocks(self, excluding: Collection[int]) -> Collection[int]:
+        """Blocks that the caller's pins keep, with all before them, except the given ones."""
         lasting = [pin for pin in tuple(self._standing) if pin.lasting]
-        return len(_ids_up_to(lasting).difference(excluding))
+        return _ids_up_to(lasting).difference(excluding)
 
 
 def _ids_up_to(pins: Iterable[PinnedPrefix]) -> frozenset[int]:

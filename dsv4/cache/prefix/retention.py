@@ -15,16 +15,17 @@ kind lie in a heap by their last use, so only the first of each kind are compare
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import Literal
 
 from dsv4.cache.prefix.costs import Costs
 from dsv4.cache.prefix.eviction import Eviction
 from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.order import Order, Orders
 
 PER_PRIORITY = 4.0  # how much more a block is worth with each step of priority
 NOT_WEIGHED = Costs(block_tokens=128, per_token=0.0, replay_tokens=1 << 20)
@@ -54,7 +55,6 @@ YOUNG = 64  # ticks: at younger ages nothing is known
 Rank = tuple[bool, int, int]
 What = Literal["used", "returned", "superseded", "dropped", "state used", "state dropped"]
 News = tuple[What, PrefixNode, int, int, float]  # when in ticks, blocks after it, when in seconds
-Entry = tuple[float, int, PrefixNode]  # last use (or when its time ends), number, block
 StateKey = tuple[bool, bool, Rank]  # whether a turn ends there, whether it has a time to stay, rank
 
 
@@ -109,7 +109,7 @@ class Returns:
         self._note()
 
     def back(self, name: Hashable, now: int) -> int | None:
-        """How many turns an evicted turn end had, which is cached again; None if it is not
+        """The number of turns of an evicted turn end that is cached again; None if it is not
         remembered."""
         found = self._gone.pop(name, None)
         if found is None:
@@ -119,7 +119,7 @@ class Returns:
         return turns
 
     def forget(self, remembered: int) -> None:
-        """Remembers no more than this number of evicted turn ends. The others are lost."""
+        """Keeps at most this number of evicted turn ends; the others count as lost."""
         while len(self._gone) > remembered:
             kind, last_use, _ = self._gone.pop(next(iter(self._gone)))
             self._lost[kind][bin_of(self._at - last_use)] += 1
@@ -188,10 +188,9 @@ class Retention:
         self._news: list[News] = []
         self._offered: list[PrefixNode] = []  # not in a heap yet
         self._numbers = count(1)
-        self._heaps: dict[Rank, list[Entry]] = {}
-        self._floors: dict[int, list[Entry]] = {}  # by priority: leaves whose time has not passed
-        self._stale = 0  # entries of these heaps that are void
-        # of each heap: the number of its first entry, and what that was worth at which time
+        # heaps by rank; those by priority have leaves whose time has not passed
+        self._orders = Orders[Rank | int]()
+        # of each rank: the number of the first entry, and what that was worth at which time
         self._heads: dict[Rank, tuple[int, int, float]] = {}
         self._states: dict[StateKey, OrderedDict[PrefixNode, None]] = {}
         self._state_keys: dict[PrefixNode, StateKey] = {}
@@ -243,8 +242,6 @@ class Retention:
                 node.queued = 0
                 if node.is_cached and not node.children:  # otherwise it is offered when they go
                     self._push(node)
-        if self._stale > 64 + self._nodes:
-            self._clear_stale()
 
     def _learn(self, what: What, node: PrefixNode, at: int, children: int, at_s: float) -> None:
         match what:
@@ -262,7 +259,7 @@ class Retention:
             case "superseded":
                 node.is_superseded = True
                 if node.queued > 0:
-                    self._offer_anew(node)
+                    self._push(node)
                 if node in self._state_keys:
                     self._place(node, is_end=self._state_keys[node][0])
             case "dropped":
@@ -292,7 +289,6 @@ class Retention:
 
     def _leave(self, node: PrefixNode, at: int) -> None:
         self._nodes -= 1
-        self._stale += node.queued > 0
         node.queued = 0
         if node.is_turn_end:
             self._returns.evicted(node.digest, self._kind(node), node.turns, node.last_use, at)
@@ -300,63 +296,60 @@ class Retention:
 
     # ---- the order of blocks -----------------------------------------------------------------
 
-    def _offer_anew(self, node: PrefixNode) -> None:
-        """Its rank has changed."""
-        self._stale += node.queued > 0
-        self._push(node)
-
     def _push(self, node: PrefixNode) -> None:
+        """Offers a block, or offers it anew because its rank has changed."""
         node.queued, node.offered_use = next(self._numbers), node.last_use
         if node.keep_until and not node.is_superseded and node.keep_until > self._now():
-            floor = self._floors.setdefault(node.priority, [])
-            heapq.heappush(floor, (node.keep_until, node.queued, node))
+            self._orders.push(node.priority, node.keep_until, node)
         else:
-            heap = self._heaps.setdefault(self._rank(node), [])
-            heapq.heappush(heap, (node.last_use, node.queued, node))
+            self._orders.push(self._rank(node), node.last_use, node)
+
+    def keep_apart(self, roots: Iterable[bytes], nodes: Collection[PrefixNode]) -> None:
+        self._catch_up()
+        self._orders.keep_apart(roots, nodes, self._push)
 
     def choose(self, eviction: Eviction) -> None:
         self._catch_up()
-        self._end_floors()
-        in_use = eviction.walk(self._pop_least, self._push_all, self._take)
+        order = self._orders.of(eviction.root)
+        self._end_floors(order)
+        in_use = eviction.walk(partial(self._pop_least, order), self._push_all, self._take)
         # being in use counts as a use: it will not be looked at first next time
         self._clock += 1
         for node in in_use:
             self._use(node, self._clock, self._now())
         self._push_all(in_use)
 
-    def _pop_least(self) -> PrefixNode | None:
+    def _pop_least(self, order: Order[Rank | int]) -> PrefixNode | None:
         """The block that goes first, no longer offered; None if there is none."""
-        while True:
-            heap = self._least_heap()
-            if heap is None:
-                return None
-            _, number, node = heapq.heappop(heap)
-            if node.queued != number:
-                self._stale -= 1
+        while (name := self._least(order)) is not None:
+            node = order.pop(name)
+            if node is None:
                 continue
-            node.queued = 0
             if node.last_use == node.offered_use:
                 return node
             self._push(node)  # used since
+        return None
 
-    def _least_heap(self) -> list[Entry] | None:
+    def _least(self, order: Order[Rank | int]) -> Rank | int | None:
         """The heap whose first block goes first."""
         least, found, clock = float("inf"), None, self._clock
-        for rank, heap in self._heaps.items():
+        kept: list[int] = []
+        for name, heap in order.heaps.items():
             if not heap:
                 continue
-            if rank[0]:
-                return heap
+            if isinstance(name, int):
+                kept.append(name)
+                continue
+            if name[0]:
+                return name
             stamp, number, node = heap[0]
-            known = self._heads.get(rank)
+            known = self._heads.get(name)
             if known is None or known[0] != number or known[1] != clock:
-                worth = self._worth(rank, int(stamp)) * self.costs.token(node.depth) ** COST_POWER
-                known = self._heads[rank] = number, clock, worth
+                worth = self._worth(name, int(stamp)) * self.costs.token(node.depth) ** COST_POWER
+                known = self._heads[name] = number, clock, worth
             if known[2] < least:
-                least, found = known[2], heap
-        if found is None and (kept := [each for each in self._floors if self._floors[each]]):
-            return self._floors[min(kept)]
-        return found
+                least, found = known[2], name
+        return found if found is not None or not kept else min(kept)
 
     def _worth(self, rank: Rank, last_use: int) -> float:
         """How likely a return is, times what the priority says."""
@@ -373,7 +366,7 @@ class Retention:
         freed = eviction.take(node)
         if freed is not None:
             freed.is_superseded = node.is_superseded
-            self._offer_anew(freed)
+            self._push(freed)
 
     def _rank(self, node: PrefixNode) -> Rank:
         return node.is_superseded, node.priority, self._kind(node)
@@ -385,23 +378,14 @@ class Retention:
         for node in nodes:
             self._push(node)
 
-    def _end_floors(self) -> None:
-        """Blocks whose time has passed are worth what all others are."""
-        now = self._now() if self._floors else 0.0
-        for floor in self._floors.values():
+    def _end_floors(self, order: Order[Rank | int]) -> None:
+        """Blocks whose time has passed are compared with all others from now on."""
+        floors = [(name, heap) for name, heap in order.heaps.items() if isinstance(name, int)]
+        now = self._now() if floors else 0.0
+        for name, floor in floors:
             while floor and floor[0][0] <= now:
-                _, number, node = heapq.heappop(floor)
-                if node.queued == number:
+                if (node := order.pop(name)) is not None:
                     self._push(node)
-                else:
-                    self._stale -= 1
-
-    def _clear_stale(self) -> None:
-        for heaps in (self._heaps.values(), self._floors.values()):
-            for heap in heaps:
-                heap[:] = [entry for entry in heap if entry[2].queued == entry[1]]
-                heapq.heapify(heap)
-        self._stale = 0
 
     # ---- snapshots ---------------------------------------------------------------------------
 
@@ -446,8 +430,8 @@ class Retention:
 
     def rebuild(self, nodes: Collection[PrefixNode]) -> None:
         self._catch_up()
-        self._nodes, self._stale = len(nodes), 0
-        self._heaps, self._floors = {}, {}
+        self._nodes = len(nodes)
+        self._orders.clear()
         for node in nodes:
             node.queued = 0
             if not node.children:

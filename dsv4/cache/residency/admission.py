@@ -52,7 +52,7 @@ class ResidentAdmission(Admission):
         with residency.lending(int(is_inside), keep=shared) as rows:
             request = super()._after(match, trail, fill_both)
         residency.settle(request.block_ids[len(shared) :][: len(rows)], rows, len(shared))
-        residency.use(shared)
+        residency.places.touch(shared)
         return request
 
     def _enter(self, request: Request) -> Request:
@@ -105,6 +105,8 @@ class ResidentAdmission(Admission):
         self._residency.start_over(request)
 
     def exchange(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
+        if self._residency.must_stay(request, block_ids):
+            return  # the next commit asks again
         try:
             self._residency.publish(request.slot, first, block_ids)
         except RuntimeError as error:

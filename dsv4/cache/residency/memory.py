@@ -151,7 +151,7 @@ class LaneEntries:
     # ---- a decode batch ------------------------------------------------------------------------
 
     def resolving(self, batch: Batch, source: EntrySource, selected: Tensor) -> Resolving:
-        """Finds what a layer reads; `rows` of it says where."""
+        """The call that finds where the entries are that a layer reads; its `rows` will say it."""
         assert self._host is not None
         rows = self._rows[: selected.numel()].view(selected.shape)
         return Resolving(
@@ -171,8 +171,8 @@ class LaneEntries:
     # ---- a prefill batch -----------------------------------------------------------------------
 
     def stage_batch(self, batch: Batch, blocks: list[int]) -> None:
-        """The requests of this batch read that many blocks each from the staging. Those that fit
-        into it together are staged together."""
+        """The requests of this batch each read this many blocks from the staging. As many of them
+        as fit are staged together."""
         groups: list[tuple[slice, slice]] = []
         first, used, most = 0, 0, len(self._ramp)
         first_rows = [*batch.shape.first_rows.tolist(), batch.num_tokens]

@@ -63,7 +63,7 @@ class EntryPlaces:
         self._free.extend(reversed(rows))
 
     def place(self, block_id: int, row: int, depth: int) -> None:
-        """A block that has no row gets one that was taken."""
+        """Gives a block that has no row one of those that were taken."""
         assert self.row_of[block_id] == NO_ROW
         self.row_of[block_id], self.depths[block_id] = row, depth
         self._order[block_id] = None
@@ -74,7 +74,8 @@ class EntryPlaces:
         self.versions[block_id] += 1
 
     def arrive(self, block_id: int, version: int) -> bool:
-        """A copy of this version is in host memory. Returns whether it is still the block's."""
+        """A copy of this version of the block has reached host memory. Returns whether the block
+        still has this version."""
         if self.versions[block_id] != version:
             return False
         self.in_host[block_id] = True
@@ -88,14 +89,15 @@ class EntryPlaces:
         self._free.append(row)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """These blocks are free, or nothing of them is needed."""
+        """These blocks are free, or nothing of them is needed any more."""
         for block_id in block_ids:
             if self.row_of[block_id] != NO_ROW:
                 self.leave(block_id)
             self.open(block_id)
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """A request begins with these blocks: those on the device leave it later."""
+        """A request begins with these blocks, so those on the device become the last to leave
+        it."""
         order = self._order
         for block_id in block_ids:
             if block_id in order:
@@ -108,8 +110,8 @@ class EntryPlaces:
         may_leave: Callable[[int], bool],
         is_used: Callable[[int], bool],
     ) -> list[int]:
-        """Up to `count` blocks that leave the device first: of those whose entries are in host
-        memory too, and that may, the ones in no use, then the least recently used."""
+        """Up to `count` blocks to leave the device next, of those that may and whose entries are in
+        host memory too: the ones in no use first, then the least recently used."""
         chosen: list[int] = []
         passed: list[int] = []
         candidates = (b for b in self._order if self.in_host[b] and may_leave(b))

@@ -54,6 +54,11 @@ class StepEntries:
     def __post_init__(self) -> None:
         self.held = [len(request.block_ids) for request in self.requests]
 
+    @property
+    def before(self) -> Iterator[tuple[Request, int, int]]:
+        """Requests with how many blocks each had, and how many of these the device's tables had."""
+        return zip(self.requests, self.held, self.published.tolist(), strict=True)
+
 
 class Residency:
     """Which entries are on the device, and the copies in host memory of all that are complete."""
@@ -117,8 +122,8 @@ class Residency:
         before: ForwardPlan | None,
         spared: int = 0,
     ) -> None:
-        """Free rows, by letting blocks leave, or OutOfBlocks. With as many as are `spared` more, if
-        possible. Blocks that leave have left, whatever comes after."""
+        """Makes rows free by letting blocks leave the device, with `spared` more if possible.
+        Raises OutOfBlocks. Blocks that have left stay away, even if the call fails later."""
         places = self.places
         short = count + spared - places.free
         if short <= 0:
@@ -220,7 +225,7 @@ class Residency:
     # ---- requests ------------------------------------------------------------------------------
 
     def forget_hot(self, slot: int) -> None:
-        """What a slot has fetched may be of other tokens from now on."""
+        """The hot rows of a slot may belong to other tokens from now on, so they are forgotten."""
         self._entries.forget_hot(slot)
 
     def begin(self, request: Request) -> None:
@@ -230,10 +235,6 @@ class Residency:
         for at in [*self._unsent]:  # of another one
             if at // most == request.slot:
                 del self._unsent[at]
-
-    def use(self, block_ids: Sequence[int]) -> None:
-        """A request begins with these blocks, wherever their entries are."""
-        self.places.touch(block_ids)
 
     def go_back(self, request: Request) -> None:
         """The request has fewer tokens now, or other ones will follow them."""
@@ -246,8 +247,17 @@ class Residency:
         self._close(request)
 
     def _close(self, request: Request) -> None:
-        """No block of the request is open, as far as is known."""
+        """No block of the request is open any more, as far as is known."""
         self._open_from[request.slot] = self._open_until[request.slot] = 0
+
+    def must_stay(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Whether a request cannot take these blocks in place of its own: entries of one have left,
+        and a chunk of the request, planned after the step that is being committed, may count on
+        finding all of them on the device."""
+        return bool((self.places.row_of[list(block_ids)] == NO_ROW).any()) and any(
+            plan.after is not None and plan.prefill is not None and request in plan.prefill.requests
+            for plan in self._open_plans()
+        )
 
     def restore(self, request: Request, first: int, count: int) -> None:
         """The device's table of a request may have been changed: it has its own blocks again."""
@@ -321,7 +331,7 @@ class Residency:
         """The step is planned, and its requests have all their blocks: these get the rows, on the
         device first."""
         most, updates = self._table.schema.max_blocks_per_request, dict[int, int]()
-        for request, first in zip(taken.requests, taken.published.tolist(), strict=True):
+        for request, _, first in taken.before:
             if request.published_blocks > first:
                 for depth, block_id in enumerate(request.block_ids[first:], first):
                     updates[request.slot * most + depth] = int(self.places.row_of[block_id])
@@ -345,7 +355,7 @@ class Residency:
             self._open_until[request.slot] = last * self._block_tokens
 
     def cancel_step(self, taken: StepEntries) -> None:
-        """Nothing of it is taken."""
+        """Gives back everything that was taken for a step."""
         self._unsent |= dict.fromkeys(taken.at, NO_ROW)
         self.places.give(taken.rows)
 
@@ -382,13 +392,13 @@ class Residency:
         self.note_end(plan)
 
     def note_end(self, plan: ForwardPlan) -> None:
-        """A plan is over: rows for tokens that did not come are free."""
+        """A plan is over: rows for tokens that never came are given back."""
         for request in plan.requests:
             if not request.released:
                 self._trim(request)
 
     def _trim(self, request: Request) -> None:
-        """Blocks past the request's tokens need no row, unless an open plan writes them."""
+        """Gives back rows of blocks past the request's tokens, unless an open plan writes them."""
         written = max(request.length, request.reused_tokens)
         first = -(-written // self._block_tokens)
         last = int(self._open_until[request.slot]) // self._block_tokens
@@ -447,14 +457,14 @@ class Residency:
                 self._copied += self.places.arrive(block_id, version)
 
     def _hold_back(self) -> None:
-        """What comes next on the current stream waits for the copies that are running."""
+        """Makes what comes next on the current stream wait for the copies that are running."""
         if self._copying:
             self._copying[-1][0].hold_back()
 
     # ---- looking ---------------------------------------------------------------------------------
 
     def memory_bytes(self) -> int:
-        """In host memory."""
+        """Bytes of entries in host memory."""
         return self._pool.memory_bytes()
 
     def stats(self) -> ResidencyStats:

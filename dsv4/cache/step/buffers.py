@@ -22,12 +22,12 @@ from dsv4.cache.step.shape import (
     closing_groups,
     without_existing,
 )
+from dsv4.cache.step.sizes import buffer_rows, max_drafts, max_items, padded_words, ratios_of
+from dsv4.cache.step.sizes import most_items as most_items_of
 from dsv4.errors import SchemaError
 from dsv4.ops.columns import (
     FOLLOW_COLUMNS,
     ITEM_COLUMNS,
-    REQUEST_COLUMNS,
-    TOKEN_COLUMNS,
     follow_columns,
     item_columns,
     most_items,
@@ -47,7 +47,7 @@ class StepBuffers:
     ) -> None:
         self.schema, self.max_requests, self.max_tokens = schema, max_requests, max_tokens
         owners = [spec for spec in schema.model.layers if spec.owns_entries]
-        self.ratios = sorted({spec.ratio for spec in owners})
+        self.ratios = ratios_of(schema)
         self.overlapping_ratios = {spec.ratio for spec in owners if spec.overlap}
         for spec in owners:
             if not spec.overlap and spec.ratio in self.overlapping_ratios:
@@ -56,24 +56,9 @@ class StepBuffers:
                     f"{spec.layer}: layers of one ratio share the work items of a step, so all of "
                     f"them must overlap or none"
                 )
-        # of a step, at most: after a rewind a request's unfinished block may be another one
-        new_blocks = 2 * max_requests + max_tokens // schema.block_tokens
-        sizes: list[tuple[str, int, int]] = [
-            ("new_block_at", new_blocks, 2),  # int64 offsets into the block table, first
-            ("new_block_id", new_blocks, 1),
-            ("batch", max_requests, REQUEST_COLUMNS),
-            ("tokens", max_tokens, TOKEN_COLUMNS),
-        ]
-        if schema.steps_ahead:
-            sizes.append(("follows", max_requests, FOLLOW_COLUMNS + len(self.ratios)))
-        self.max_drafts = schema.max_draft_tokens if schema.draft_layers else 0
-        if self.max_drafts:
-            sizes.append(("draft_batch", self.max_drafts * max_requests, REQUEST_COLUMNS))
-            sizes.append(("draft_tokens", self.max_drafts * max_requests, TOKEN_COLUMNS))
-        for ratio in self.ratios:
-            rows = self.max_items(ratio, tokens=max_tokens, requests=max_requests)
-            sizes.append((f"items_{ratio}", rows, ITEM_COLUMNS))
-        total = sum(_padded_words(rows, columns) for _, rows, columns in sizes)
+        self.max_drafts = max_drafts(schema)
+        sizes = buffer_rows(schema, max_requests=max_requests, max_tokens=max_tokens)
+        total = sum(padded_words(rows, columns) for _, rows, columns in sizes)
         pinned = device.type == "cuda"
         self.host_buffer = torch.full((total,), -1, dtype=torch.int32, pin_memory=pinned)
         self.device_buffer = self.host_buffer.to(device)  # on a CPU: the same memory
@@ -100,12 +85,11 @@ class StepBuffers:
     @property
     def most_items(self) -> int:
         """The most work items of a ratio that the buffers hold; 1 where no layer compresses."""
-        sizes = {"tokens": self.max_tokens, "requests": self.max_requests}
-        return max((self.max_items(ratio, **sizes) for ratio in self.ratios), default=1)
+        return most_items_of(self.schema, tokens=self.max_tokens, requests=self.max_requests)
 
     def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
         """The most groups, and so the most work items, that such a step can touch."""
-        return min(tokens, tokens // ratio + 2 * requests)
+        return max_items(ratio, tokens=tokens, requests=requests)
 
     def most_item_counts(self, *, tokens: int, requests: int) -> dict[int, int]:
         """`max_items` of each ratio."""
@@ -274,11 +258,7 @@ def _named_rows(buffer: Tensor, sizes: Sequence[tuple[str, int, int]]) -> dict[s
     at = 0
     for name, rows, columns in sizes:
         named[name] = buffer[at : at + rows * columns].view(rows, columns)
-        at += _padded_words(rows, columns)
+        at += padded_words(rows, columns)
     named["new_block_at"] = named["new_block_at"].view(torch.int64).flatten()
     named["new_block_id"] = named["new_block_id"].flatten()
     return named
-
-
-def _padded_words(rows: int, columns: int) -> int:
-    return -(-rows * columns // 8) * 8

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from dsv4.cache.batch import Batch
+from dsv4.cache.batch import Batch, Written
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request, RequestTable, require_context
 from dsv4.cache.schema import CacheSchema
@@ -119,13 +119,15 @@ def _drafting(layer: int, batch: Batch, open_plans: Sequence[ForwardPlan]) -> No
         )
     if not isinstance(batch, Batch):
         raise PlanError(f"{batch!r} is not a batch: take one of what prepare_forward returned")
-    batch.require_open()
+    if batch.done:
+        _refuse_ended(batch)
     if not any(batch in plan.drafts for plan in open_plans):
         raise PlanError("this batch belongs to a plan of another manager")
-    if batch.layers is not None and layer not in batch.layers:
+    drafting = batch.written.schema.draft_layers
+    if layer not in drafting:
         raise PlanError(
-            f"layer {layer} does not draft: draft steps are for {sorted(batch.layers)}, bind "
-            f"it to the plan's batch"
+            f"layer {layer} does not draft: draft steps are for {sorted(drafting)}, bind it to "
+            f"the plan's batch"
         )
 
 
@@ -269,7 +271,9 @@ def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
 
 def _refuse_lacking(plan: ForwardPlan) -> NoReturn:
     lacking = [
-        _missing_layers(batch) + _name(plan, batch) for batch in plan.batches if not batch.is_stored
+        _missing_layers(batch.written) + ("" if batch.part is None else f" of plan.{batch.part}")
+        for batch in plan.batches
+        if not batch.written.is_complete
     ]
     raise PlanError(
         f"this step lacks the append of {' and of '.join(lacking)}, and the next one would "
@@ -279,16 +283,9 @@ def _refuse_lacking(plan: ForwardPlan) -> NoReturn:
     )
 
 
-def _name(plan: ForwardPlan, batch: Batch) -> str:
-    """Which of a plan's batches this is, where there are two."""
-    if batch.alone:
-        return ""
-    return " of plan.decode" if batch is plan.decode else " of plan.prefill"
-
-
-def _missing_layers(batch: Batch) -> str:
+def _missing_layers(written: Written) -> str:
     """By number, the first few of many."""
-    layers = sorted(set(batch.schema.backbone_layers).difference(batch.written.stored))
+    layers = sorted(set(written.schema.backbone_layers).difference(written.stored))
     shown = ", ".join(map(str, layers[:8]))
     if len(layers) > 8:
         shown += f" and {len(layers) - 8} more"

@@ -82,7 +82,7 @@ def note_lost_windows(schema: CacheSchema, plan: ForwardPlan, table: RequestTabl
             earliest = np.where(plan.unknown_starts, lengths, earliest)
     lost = bool((written - earliest > schema.ring_rows - schema.model.window).any())
     for batch in plan.batches:
-        batch.window_lost = lost
+        batch.written.window_lost = lost
 
 
 def require_first(plan: ForwardPlan) -> None:

@@ -93,13 +93,15 @@ class Before:
 class StepTokens:
     """Where the new tokens of a step lie: those of request i at positions `starts[i]` to `ends[i]`.
     Entries of the first `reused[i]` tokens exist and are not written again. After another plan,
-    `before`, starts are the latest that can be."""
+    `before`, starts are the latest that can be. A step of cut replays (`window_cut`) has no other
+    part and comes after no other."""
 
     shape: StepShape
     starts: I64
     ends: I64
     reused: I64
     before: Before | None = None
+    window_cut: bool = False
 
     def split(self, count: int) -> tuple[StepTokens, StepTokens]:
         """The first `count` requests, and the others, whose starts are known."""

@@ -171,6 +171,8 @@ class Fetches:
         """Takes blocks in flight for what tiers have, up to the first gap, as many as there are."""
         found = list(takewhile(lambda item: item.sources, items))
         count = min(len(found), self._table.allocator.free + self._prefix.blocks.evictable())
+        room = self._table.supply.room(fetch.trail.root)
+        count = count if room is None else min(count, room)
         if count:
             reserved = self._table.supply.reserve(count, [Asker(fetch.trail, count)])
             fetch.block_ids = reserved.block_ids

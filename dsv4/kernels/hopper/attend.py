@@ -58,8 +58,6 @@ from dsv4.kernels.hopper.attend_keys import (
     where_of,
 )
 from dsv4.kernels.hopper.attend_parts import (
-    PART_ELEMENTS,
-    PARTS_START,
     combine,
     combine_shape,
     meet,
@@ -100,6 +98,7 @@ from dsv4.kernels.hopper.dialect import reinterpret
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import token_at
+from dsv4.kernels.sizes import PART_ELEMENTS, PARTS_START, hopper_attend_elements
 from dsv4.kernels.target import processors
 from dsv4.ops.calls import Attention
 
@@ -164,9 +163,8 @@ def tiles_of(window: int, max_entries: int) -> int:
 
 
 def workspace_elements(device: torch.device) -> int:
-    """fp32 elements that any launch needs at most: one part per processor, because nothing is split
-    when there are more programs than processors."""
-    return PARTS_START + processors(device) * PART_ELEMENTS
+    """fp32 elements that any launch needs at most."""
+    return hopper_attend_elements(processors(device))
 
 
 def shares(

@@ -12,17 +12,12 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dsv4.kernels.attend import _LN_2, _LOG2_E, PLACES
+from dsv4.kernels.attend import _LN_2, _LOG2_E
 from dsv4.kernels.hopper.attend_keys import HALF, OPERAND
-from dsv4.kernels.hopper.attend_setup import BLOCK_HEADS, HEADS_PER_PROGRAM, pairs, real_heads
+from dsv4.kernels.hopper.attend_setup import BLOCK_HEADS, pairs, real_heads
 from dsv4.kernels.hopper.dialect import reinterpret, thread_barrier
+from dsv4.kernels.sizes import HEADS_PER_PROGRAM, PARTS_START, POWERS
 
-# A part, for 64 heads: the log2-sum-exp2 in fp32, a power of two in fp32 for each consumer of each
-# slice, and the normalised sums of 512 channels in fp16, as multiples of these powers.
-POWERS = 8
-PART_ELEMENTS = HEADS_PER_PROGRAM * (1 + POWERS + 512 // 2)
-# The portable kernel's counters precede the parts; they are used here too, and left at 0.
-PARTS_START = PLACES
 FIRST_PART = gl.constexpr(PARTS_START)
 # Counters are spaced out. At most half as many as processors are in use; Hopper has up to 144.
 _COUNTER_STRIDE = gl.constexpr(7)

@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dsv4.kernels.hopper.attend_keys import BARRIER, HALF, OPERAND, SPAN, VECTOR
+from dsv4.kernels.sizes import HEADS_PER_PROGRAM
 from dsv4.ops.calls import Attention
 
-HEADS_PER_PROGRAM = 64
 WARPS_PER_ROLE = 4
 
 BLOCK_HEADS = gl.constexpr(HEADS_PER_PROGRAM)

@@ -50,11 +50,10 @@ from dsv4.kernels.hopper.attend_keys import (
     seen_tiles,
     where_of,
 )
-from dsv4.kernels.hopper.attend_parts import FIRST_PART, PARTS_START
+from dsv4.kernels.hopper.attend_parts import FIRST_PART
 from dsv4.kernels.hopper.attend_producer import new_incoming, produce
 from dsv4.kernels.hopper.attend_setup import (
     BLOCK_HEADS,
-    HEADS_PER_PROGRAM,
     WARPS_PER_ROLE,
     head_blocks,
     load_queries,
@@ -79,6 +78,7 @@ from dsv4.kernels.hopper.dialect import async_load
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.sizes import HEADS_PER_PROGRAM, PARTS_START
 from dsv4.kernels.target import processors
 from dsv4.ops.calls import Attention
 

@@ -57,7 +57,6 @@ from dsv4.kernels.hopper.scores_common import (
     HEADS,
     KEYS,
     NUM_WARPS,
-    WIDTH,
     coded_query,
     decode,
     finish,
@@ -70,19 +69,19 @@ from dsv4.kernels.index_scores import WEIGHTED_RELU
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.sizes import WIDE_GROUP as GROUP
+from dsv4.kernels.sizes import WIDE_MIN_TOKENS as MIN_TOKENS
+from dsv4.kernels.sizes import WIDE_QUERY_BYTES as QUERY_BYTES
+from dsv4.kernels.sizes import WIDE_TOKEN_BYTES as TOKEN_BYTES
+from dsv4.kernels.sizes import wide_score_bytes as workspace_bytes
 from dsv4.ops.calls import Scoring
 
-MIN_TOKENS = 64  # tokens of one request from which on this kernel is the faster one
 CONSUMERS = 3
 TILE = CONSUMERS * KEYS
 BAND = 128  # tokens
-GROUP = 4  # tokens that are loaded together
 STAGES = 4
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 152, 40
 EXACT_UNITS = 2.0**14
-QUERY_BYTES = HEADS * WIDTH
-# per token: its query, its weights, and its length; fewer heads need less
-TOKEN_BYTES = QUERY_BYTES + 2 * HEADS + 4
 
 _PROGRAM_KEYS = gl.constexpr(TILE)
 _BAND = gl.constexpr(BAND)
@@ -245,11 +244,6 @@ def supports(call: Scoring) -> bool:
         and given >= workspace_bytes(call.q.shape[0])
         and narrow.supports(call)
     )
-
-
-def workspace_bytes(tokens: int) -> int:
-    """Bytes of the prepared queries; a group that begins with the last token is read as a whole."""
-    return (tokens + GROUP) * TOKEN_BYTES
 
 
 def index_scores(call: Scoring) -> None:

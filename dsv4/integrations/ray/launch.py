@@ -1,0 +1,91 @@
+"""What `dsv4 serve --ray` does: joins a cluster or starts one on this machine, and serves until a
+signal ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import ray
+from ray import serve
+
+from dsv4.errors import InvalidInput
+from dsv4.integrations.ray.build import build
+from dsv4.integrations.ray.options import RayOptions
+from dsv4.serve import process
+
+LOGGER = logging.getLogger("dsv4.ray")
+APPLICATION = "dsv4"
+
+
+def run(
+    options: RayOptions,
+    *,
+    host: str,
+    port: int,
+    address: str | None = None,
+    on_start: Callable[[str], None] | None = None,
+) -> None:
+    """Serves on `host` and `port` until SIGINT or SIGTERM; a second one does not wait for running
+    requests. `address` is that of a cluster of Ray; None starts one on this machine, which ends
+    with this call. Raises InvalidInput for an address that cannot be listened on or joined."""
+    with process.listen(host, port) as listener:
+        url, port = process.address(listener), listener.getsockname()[1]
+    _join(options, address)
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(build(options), name=APPLICATION, route_prefix="/")
+        ended = _Ended()
+        if on_start is not None:
+            on_start(url)
+        ended.wait()
+        LOGGER.info("draining")
+        serve.delete(APPLICATION)
+    finally:
+        if address is None:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _join(options: RayOptions, address: str | None) -> None:
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    if address is not None:
+        try:
+            ray.init(address=address, **common)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise InvalidInput(f"the cluster at {address!r} cannot be joined: {error}") from error
+        return
+    replicas = options.decoders + (options.prefill or 0)
+    # what Ray counts need not be there: on a small machine replicas share it
+    cpus = max(os.cpu_count() or 1, round(replicas * options.num_cpus + 1))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing elsewhere unasked
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=cpus,
+        _node_ip_address="127.0.0.1",
+        **common,
+    )
+
+
+class _Ended:
+    """The first signal ends the waiting, the second the process."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        if self._event.is_set():
+            raise KeyboardInterrupt
+        self._event.set()
+
+    def wait(self) -> None:
+        while not self._event.wait(1.0):
+            pass

@@ -1,0 +1,76 @@
+"""Metrics of an ingress, with the names of `dsv4 serve`, and of replicas as announced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from dsv4.integrations.ray.remote import RemoteRunner
+from dsv4.serve.metrics import SECONDS
+from dsv4.serve.runner import Timing
+
+
+class RemoteMetrics:
+    """Counts of one ingress."""
+
+    def __init__(self, remote: RemoteRunner) -> None:
+        self._remote, self._registry = remote, CollectorRegistry()
+        self._heard: Mapping[str, Any] = {}
+        first, later, whole = (
+            Histogram(f"dsv4_{name}_seconds", text, buckets=SECONDS, registry=self._registry)
+            for name, text in (
+                ("time_to_first_token", "From a request's arrival to its first token."),
+                ("inter_token_latency", "Between two tokens of an answer."),
+                ("e2e_request_latency", "From a request's arrival to its end."),
+            )
+        )
+        remote.timing = Timing(first=first.observe, later=later.observe, end=whole.observe)
+        self._registry.register(self)
+
+    def text(self, heard: Mapping[str, Any]) -> bytes:
+        """In Prometheus' exposition format."""
+        self._heard = heard
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Any]:
+        remote, counters, mishaps = self._remote, self._remote.counters, self._remote.mishaps
+        yield GaugeMetricFamily(
+            "dsv4_num_requests_running", "Requests that run or wait.", value=remote.running
+        )
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
+            ("generation_tokens", "Generated tokens.", counters.generated_tokens),
+            ("prefix_cache_queries", "Tokens of prompts, looked up.", counters.prompt_tokens),
+            ("prefix_cache_hits", "Of them, those that were cached.", counters.cached_tokens),
+            ("lost_legs", "Answers that went on at another replica.", mishaps.lost_legs),
+            ("lost_prefills", "Prompts that were lost with a replica.", mishaps.lost_prefills),
+            ("unrouted_requests", "Choices left to Ray Serve.", mishaps.unrouted),
+            ("stood_still_seconds", "That answers stood still for it.", sum(mishaps.stood_still_s)),
+        ):
+            yield CounterMetricFamily(f"dsv4_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "dsv4_longest_stood_still_seconds",
+            "The longest that an answer stood still.",
+            value=max(mishaps.stood_still_s, default=0.0),
+        )
+        ended = CounterMetricFamily(
+            "dsv4_request_success", "Requests that ended, by reason.", labels=["finished_reason"]
+        )
+        for reason, count in tuple(counters.finished.items()):
+            ended.add_metric([reason], count)
+        yield ended
+        yield from self._replicas()
+
+    def _replicas(self) -> Iterator[Any]:
+        for name, text in (
+            ("jobs", "Requests on a replica."),
+            ("load", "Tokens that a replica has not run yet."),
+            ("blocks", "Blocks that a replica has, as far as the router knows."),
+        ):
+            family = GaugeMetricFamily(f"dsv4_replica_{name}", text, labels=["replica", "role"])
+            for replica, about in self._heard.get("replicas", {}).items():
+                family.add_metric([replica, about["role"]], about[name])
+            yield family

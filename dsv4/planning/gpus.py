@@ -1,0 +1,93 @@
+"""GPUs that one plans with and need not have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dsv4.errors import InvalidInput
+from dsv4.units import parse_bytes
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU. `memory_bytes` is what its data sheet says; `hopper_processors` how many processors it
+    has if it is a Hopper, whose kernels need workspace for each (None: another GPU)."""
+
+    name: str
+    memory_bytes: int
+    hopper_processors: int | None = None
+
+
+# memory as the data sheets give it, in 10^9 bytes; SXM or OAM modules where there are several
+GPUS: dict[str, Gpu] = {
+    gpu.name.lower(): gpu
+    for gpu in (
+        Gpu(name="A100", memory_bytes=80 * GB),
+        Gpu(name="A100-40GB", memory_bytes=40 * GB),
+        Gpu(name="L40S", memory_bytes=48 * GB),
+        Gpu(name="RTX-4090", memory_bytes=24 * GB),
+        Gpu(name="RTX-5090", memory_bytes=32 * GB),
+        Gpu(name="RTX-PRO-6000", memory_bytes=96 * GB),
+        Gpu(name="H20", memory_bytes=96 * GB, hopper_processors=78),
+        Gpu(name="H100", memory_bytes=80 * GB, hopper_processors=132),
+        Gpu(name="H100-NVL", memory_bytes=94 * GB, hopper_processors=132),
+        Gpu(name="H200", memory_bytes=141 * GB, hopper_processors=132),
+        Gpu(name="B200", memory_bytes=180 * GB),
+        Gpu(name="MI300X", memory_bytes=192 * GB),
+        Gpu(name="MI325X", memory_bytes=256 * GB),
+        Gpu(name="MI355X", memory_bytes=288 * GB),
+    )
+}
+_MOST_GPUS = 4096
+# a GPU that is only known by its memory gets the workspace of the one that needs most
+_LARGEST_WORKSPACE = 132
+_COUNTED = re.compile(r"\s*(?:([0-9]+)\s*[x\u00d7*]\s*)?(\S.*?)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """`count` equal GPUs. `unit` is a size as it was written, whose unit answers are given in."""
+
+    count: int
+    gpu: Gpu
+    unit: str = "GB"
+
+    @property
+    def text(self) -> str:
+        return f"{self.count} x {self.gpu.name}"
+
+
+def parse_gpus(text: str) -> Gpus:
+    """Reads "4x80GB", "8xH200", "H200", "2 x 141 GB" or "80GB". Raises InvalidInput."""
+    match = _COUNTED.fullmatch(text) if isinstance(text, str) and len(text) <= 64 else None
+    if match is None:
+        raise _refused(text)
+    count, what = int(match[1] or 1), match[2]
+    if not 1 <= count <= _MOST_GPUS:
+        raise InvalidInput(f"{text!r} are {count:,} GPUs: give 1 to {_MOST_GPUS:,}")
+    named = GPUS.get(re.sub(r"[\s_]+", "-", what.lower()))
+    if named is not None:
+        return Gpus(count=count, gpu=named)
+    try:
+        memory_bytes = parse_bytes(what)
+    except InvalidInput:
+        raise _refused(text) from None
+    if not memory_bytes:
+        raise _refused(text)
+    gpu = Gpu(name=what, memory_bytes=memory_bytes, hopper_processors=_LARGEST_WORKSPACE)
+    return Gpus(count=count, gpu=gpu, unit=what)
+
+
+def is_counted(text: str) -> bool:
+    """Whether a size of memory is written as that of several GPUs: "4x80GB"."""
+    return bool(re.fullmatch(r"\s*[0-9]+\s*[x\u00d7*].*", text))
+
+
+def _refused(text: object) -> InvalidInput:
+    names = ", ".join(gpu.name for gpu in GPUS.values())
+    return InvalidInput(
+        f"{text!r} names neither a GPU nor its memory: write 4x80GB, 8xH200 or one of {names}"
+    )

@@ -1,0 +1,154 @@
+"""`dsv4 plan --gpus`, models as people name them, and options that belong to others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dsv4.cli import app
+from tests.cli.test_plan import in_process_without
+from tests.planning.test_weights import IN_CONFIG
+from tests.test_model import transformers_config
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def run_json(*arguments: str, code: int = 0) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    parsed = json.loads(result.stdout)
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def requests(found: dict[str, Any]) -> dict[int, int]:
+    return {fit["context_tokens"]: fit["requests"] for fit in found["chosen"]["fits"]}
+
+
+def test_the_answer_is_the_first_line() -> None:
+    found = run_json("v4-flash", "--gpus", "4x80GB")
+    result = run("v4-flash", "--gpus", "4x80GB")
+    first = result.stdout.splitlines()[0]
+    assert first == found["answer"]
+    assert first.startswith("4 x 80GB hold v4-flash (156.02 GB of weights) and ")
+    (short, few), (middle, some), (long, least) = requests(found).items()
+    assert (short, middle, long) == (8192, 131_072, 1_048_576)
+    assert f"{few:,} requests of 8k or {some:,} of 128k or {least:,} of 1M tokens" in first
+    assert few > some > least > 0
+    for word in ("weights", "vLLM", "SGLang", "2026-11-15", "divided by layers", "replicated"):
+        assert word in result.stdout
+    assert "Activations (--activations)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["V4-Flash", "deepseek-ai/DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "v4-flash"]
+)
+def test_models_are_known_by_any_of_their_names(name: str) -> None:
+    assert run_json(name)["model"] == "v4-flash"
+
+
+def test_a_directory_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "DeepSeek-V4-Flash"
+    folder.mkdir()
+    assert run(str(folder)).exit_code == 2  # without a config.json
+    (folder / "config.json").write_text(json.dumps(transformers_config(**IN_CONFIG)))
+    derived, preset = (run_json(name, "--gpus", "8xH200") for name in (str(folder), "v4-flash"))
+    assert derived["weights_bytes"] == preset["weights_bytes"]
+    assert requests(derived) == requests(preset)
+    monkeypatch.chdir(tmp_path)  # what exists is meant, not the preset of that name
+    (folder / "config.json").write_text("{}")
+    assert "the config has no" in run("DeepSeek-V4-Flash").stderr
+
+
+def test_a_config_without_what_weights_are_made_of_asks_for_their_size(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(transformers_config()))
+    result = run(str(path), "--gpus", "4xH200")
+    assert result.exit_code == 2
+    assert "--weights 150GB" in result.stderr
+    found = run_json(str(path), "--gpus", "4xH200", "--weights", "200GB")
+    assert found["chosen"]["rank"]["weights"] == 50 * 10**9
+    assert "--weights" in run("v41-flash", "--gpus", "4xH200").stderr
+
+
+def test_what_does_not_fit_ends_with_3_and_says_what_would() -> None:
+    found = run_json("v4-flash", "--gpus", "80G", code=3)
+    assert found["fits"] is False
+    assert "does not fit on 1 x 80G" in found["answer"]
+    assert "3 x 80G would" in found["answer"]
+    asked = ("v4-flash", "--gpus", "2xH200", "--context", "128k", "--requests")
+    enough = requests(run_json(*asked, "1"))[131_072]
+    assert run(*asked, str(enough)).exit_code == 0
+    short = run_json(*asked, str(enough + 1), code=3)["answer"]
+    assert f"there is room for {enough}" in short
+    assert "3 x H200 would" in short
+
+
+def test_options_count() -> None:
+    plain = requests(run_json("v4-flash", "--gpus", "4xH200"))
+    for options in (
+        ["--activations", "10GB"],
+        ["--step-tokens", "65536"],
+        ["--snapshots", "640"],
+        ["--tp", "4"],
+        ["--draft", "1"],  # its layer's weights, and rings
+    ):
+        less = requests(run_json("v4-flash", "--gpus", "4xH200", *options))
+        assert less[8192] < plain[8192], options
+    more = run_json("v4-flash", "--gpus", "4xH200", "--host-memory", "2TB", "--disk", "4TB")
+    longest = more["chosen"]["fits"][-1]
+    assert longest["with_host_memory"] > longest["requests"]
+    assert more["tier"]["tier_bytes"] == 4 * 10**12
+
+
+def test_several_gpus_as_memory_are_gpus() -> None:
+    assert run_json("v4-flash", "--memory", "4x80GB") == run_json("v4-flash", "--gpus", "4x80GB")
+
+
+@pytest.mark.parametrize(
+    ("options", "partner"),
+    [
+        (["--snapshots", "5"], "--step-tokens or --gpus"),
+        (["--answer", "5k"], "--link"),
+        (["--prefill-rate", "5"], "--link"),
+        (["--snapshot-every", "128"], "--tier"),
+        (["--hot-rows", "1024"], "--host-memory"),
+        (["--host-memory", "1TB"], "--memory or --gpus"),
+        (["--tp", "2"], "--gpus"),
+        (["--activations", "2GB"], "--gpus"),
+        (["--device", "cuda"], "--step-tokens"),
+    ],
+)
+def test_an_option_without_its_partner_says_so(options: list[str], partner: str) -> None:
+    result = run("v4-flash", *options)
+    assert result.exit_code == 2
+    assert f"{options[0]} says something only with {partner}" in result.stderr
+
+
+def test_questions_about_one_cache_are_not_mixed_with_gpus() -> None:
+    result = run("v4-flash", "--gpus", "8xH200", "--link", "400Gb")
+    assert result.exit_code == 2
+    assert "--link is about one cache" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["--gpus", "3xH200", "--tp", "2"], ["--gpus", "nothing"], ["--gpus", "4x"]]
+)
+def test_what_cannot_be_meant_is_refused(options: list[str]) -> None:
+    result = run("v4-flash", *options)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["torch", "triton", "transformers"])
+def test_it_runs_with_the_base_package(module: str) -> None:
+    """The workspace of a GPU too."""
+    result = in_process_without(module, "plan", "v4-flash", "--gpus", "4x80GB", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == run_json("v4-flash", "--gpus", "4x80GB")
