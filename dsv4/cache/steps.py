@@ -258,6 +258,11 @@ class Steps:
         ran = overlap.may_have_run(plan)
         self._table.note_written(plan.slots[ran], plan.latest_ends[ran])
 
+    def _withdraw(self, plan: ForwardPlan) -> None:
+        """A plan that never reached its caller did not happen."""
+        self._prefix.captures.give_back(plan)
+        self._close(plan)
+
     def _close(self, plan: ForwardPlan) -> None:
         plan.close()
         self.open.remove(plan)

@@ -323,6 +323,45 @@ def test_a_device_error_in_any_copy_loses_nothing(name: str):
         assert torch.equal(found, expected(start, 1150))
 
 
+def test_a_step_that_could_not_be_planned_leaves_nothing_behind():
+    """One request has a block of its own that the device's table lacks yet, one has to get a block
+    back that has left, and one is in a plan that comes before."""
+    schema = CacheSchema.build(TINY, entries_apart=True, **AHEAD)
+    manager = made(schema, max_requests=3, max_open_plans=2, entry_rows=11)
+    first, second = manager.admit_request(IDS[:256]), manager.admit_request(256)
+    third = manager.admit_request(IDS[900:1000])
+    run(manager, first, 256, chunk=128)
+    for start in (0, 128):  # without its ids, so that it need not copy what it rewinds into
+        plan = manager.prepare_forward([(second, 128)])
+        MODEL.run(manager, plan.batch, IDS[start : start + 128])
+        manager.commit(plan)
+    MODEL.step(manager, [(third, IDS[900:1000])])
+    manager.rewind(first, 255)
+    manager.rewind(second, 255)
+    places = residency(manager).places
+    with residency(manager).lending(places.rows - 2) as rows:  # all that may leave has left
+        places.give(rows)
+    assert places.row_of[second.block_ids[1]] < 0 <= places.row_of[first.block_ids[1]]
+    before = manager.prepare_forward([(third, 40)])
+    MODEL.run(manager, before.batch, IDS[1000:1040])
+    steps = [(first, 1), (second, 1), (third, 1)]
+    requests = first, second, third
+    books = [(r.length, r.written_tokens, r.published_blocks, r.block_ids) for r in requests]
+    at, plan = 0, None
+    while plan is None:
+        with Faults(at).injected(), suppress(DeviceFault):
+            plan = manager.prepare_forward(steps, after=before)
+            break
+        assert books == [
+            (r.length, r.written_tokens, r.published_blocks, r.block_ids) for r in requests
+        ]
+        manager.check_invariants()
+        at += 1
+    assert at > 5
+    found = MODEL.run(manager, plan.batch, [IDS[255], IDS[255], IDS[1040]])
+    assert torch.equal(found[:2], expected(255, 256).repeat(2, 1))
+
+
 def test_what_a_call_that_broke_off_has_not_fetched_is_not_taken_for_fetched(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -54,6 +54,11 @@ class StepEntries:
     def __post_init__(self) -> None:
         self.held = [len(request.block_ids) for request in self.requests]
 
+    @property
+    def before(self) -> Iterator[tuple[Request, int, int]]:
+        """Requests with how many blocks each had, and how many of these the device's tables had."""
+        return zip(self.requests, self.held, self.published.tolist(), strict=True)
+
 
 class Residency:
     """Which entries are on the device, and the copies in host memory of all that are complete."""
@@ -326,7 +331,7 @@ class Residency:
         """The step is planned, and its requests have all their blocks: these get the rows, on the
         device first."""
         most, updates = self._table.schema.max_blocks_per_request, dict[int, int]()
-        for request, first in zip(taken.requests, taken.published.tolist(), strict=True):
+        for request, _, first in taken.before:
             if request.published_blocks > first:
                 for depth, block_id in enumerate(request.block_ids[first:], first):
                     updates[request.slot * most + depth] = int(self.places.row_of[block_id])

@@ -42,9 +42,10 @@ class ResidentSteps(Steps):
             residency.place_step(taken)
         except Exception:
             residency.cancel_step(taken)
-            super().abandon(plan)
-            for request, held in zip(plan.requests, taken.held, strict=True):
+            self._withdraw(plan)
+            for request, held, published in taken.before:
                 self._table.cut(request, held)
+                request.published_blocks = published
             raise
         return plan
 
