@@ -327,11 +327,40 @@ def rings(spec: ModelSpec) -> Drawing:
     return at
 
 
+def replicas() -> Drawing:
+    at = Drawing("replicas", "Replicas on Ray Serve", 860, 400)
+    at.box(20, 150, 110, 60, QUERY, "client\nHTTP, streams")
+    at.box(190, 150, 150, 60, WINDOW, "ingress\nfollows each answer")
+    at.arrow((130, 180), (188, 180))
+    at.box(190, 30, 150, 60, HCA, "router\nwho has which blocks")
+    at.arrow((265, 150), (265, 92))
+    at.text(190, 122, "ids, session", size=12, colour=PALE)
+    at.text(272, 122, "→ replicas", size=12, colour=PALE)
+    at.box(470, 110, 170, 54, CSA, "prefill replica\nthe prompt, one token")
+    at.box(470, 230, 170, 54, KEYS, "decode replica\nthe other tokens")
+    at.box(470, 310, 170, 54, KEYS, "decode replica")
+    at.arrow((340, 165), (468, 137))
+    at.text(352, 136, "1  prompt", size=12)
+    at.arrow((340, 195), (468, 250))
+    at.text(372, 192, "3  tokens so far, offer", size=12)
+    at.arrow((265, 210), (265, 337), (468, 337), dashed=True)
+    at.text(280, 328, "if the other one is lost", size=12, colour=PALE)
+    at.arrow((555, 164), (555, 228))
+    at.text(562, 200, "2  the request's memory, by NIXL", size=12)
+    at.arrow((640, 125), (700, 60), (342, 60), dashed=True)
+    at.text(420, 50, "block events, load: twice a second", size=12, colour=PALE)
+    at.box(720, 230, 120, 134, TAIL, "tiers that\nreplicas share:\ndisk")
+    at.arrow((640, 257), (718, 257))
+    at.arrow((718, 337), (642, 337))
+    at.text(20, 394, "Ray starts, places, restarts, scales and drains the processes.", colour=PALE)
+    return at
+
+
 def drawings() -> list[Drawing]:
     spec = ModelSpec.preset("v4-flash")
     return [
         *(query(spec), csa(spec), hca(spec), indexer(spec), rings(spec), token(spec)),
-        *(blocks(spec, CacheSchema.build(spec)), step()),
+        *(blocks(spec, CacheSchema.build(spec)), step(), replicas()),
     ]
 
 

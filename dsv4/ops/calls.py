@@ -315,7 +315,8 @@ class Resolving:
 
     `entries` are those on the device: its table has -1 for blocks that are not. `host` uint8
     [blocks, bytes], on the host, has the same pages, in row block_table[slot, block]. No request
-    has more than `tokens_per_request` tokens, and that many times k is at most `hot.records`.
+    has more than `tokens_per_request` tokens, in this step and in those that repeat it with other
+    numbers (captured graphs do), and that many times k is at most `hot.records`.
     `rows` int32 [tokens, k] is the result. `misses` int32 [requests, n, 2] and `miss_count` int32
     [requests] are lost.
     """

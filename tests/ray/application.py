@@ -17,6 +17,7 @@ import httpx
 
 WAIT_S = 60.0  # only reached if something is broken
 MODEL = "dsv4-demo"
+LOCAL: dict[str, Any] = {"threads": 1, "num_cpus": 0.5, "events_host": "127.0.0.1"}
 
 
 @dataclass(kw_only=True)
@@ -142,23 +143,14 @@ def application(**options: Any) -> Iterator[Application]:
     import ray
     from ray import serve
 
-    from dsv4.integrations.ray import RayOptions, build
+    from dsv4.integrations.ray import RayOptions, build, launch
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        num_cpus=8,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=128 << 20,
-    )
+    launch.start_cluster(8)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(RayOptions(threads=1, num_cpus=0.5, **options)), name="dsv4")
+        serve.run(build(RayOptions(**{**LOCAL, **options})), name="dsv4")
         yield Application(
             url=f"http://127.0.0.1:{port}",
             handle=lambda name: serve.get_deployment_handle(name, "dsv4"),

@@ -6,13 +6,11 @@ is cached and in turn, and a decode replica that is killed in the middle of stre
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ import torch
 from dsv4.serve.demo import ServedDemo
 from dsv4.serve.options import ServerOptions
 from tests.ray.application import Answer, Application, Streams, application, kill, stream
+from tests.ray.loads import long_answers, words
 from tests.serve.serving import running
 
 pytest.importorskip("ray", reason="replicas on Ray need the extra ray: pip install 'dsv4[ray]'")
@@ -43,25 +42,6 @@ def alone() -> Iterator[str]:
     with running(ServedDemo(), max_context=2048) as found:
         yield found.url
     torch.set_num_threads(threads)
-
-
-def words(seed: int, count: int) -> str:
-    """Text that no other seed begins with."""
-    draw = random.Random(seed)
-    return " ".join(draw.choice(("block", "entry", "cache", "token", "row")) for _ in range(count))
-
-
-def long_answers(count: int, tokens: int) -> list[dict[str, Any]]:
-    """Greedy ones and seeded ones, with prompts of their own."""
-    return [
-        {
-            "prompt": words(1000 + nth, 200),
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            **({"temperature": 0} if nth % 2 else {"temperature": 1.0, "seed": nth}),
-        }
-        for nth in range(count)
-    ]
 
 
 @dataclass(kw_only=True)
@@ -111,6 +91,15 @@ def nothing_is_left(found: Application) -> bool:
     return all(not each["jobs"] for each in found.state()["replicas"].values())
 
 
+def held_blocks(found: Application, role: str, replicas: int) -> int:
+    """By requests and arrivals, of all replicas: Ray Serve asks any of them."""
+    states: dict[str, dict[str, int]] = {}
+    while len(states) < replicas:
+        state = found.handle(role).cache_state.remote().result(timeout_s=60)
+        states[state["replica"]] = state["blocks"]
+    return sum(blocks["live"] + blocks["in_flight"] for blocks in states.values())
+
+
 @pytest.mark.timeout(280)
 def test_replicas_answer_as_one_server_and_survive_a_kill(alone: str):
     began_s = time.monotonic()
@@ -144,5 +133,6 @@ def test_replicas_answer_as_one_server_and_survive_a_kill(alone: str):
         assert found.metric("dsv4_lost_legs_total") >= 1
         found.wait_for(decode=2)  # Ray has started another one
         found.wait_until(lambda: nothing_is_left(found), "every job has ended")
+        assert held_blocks(found, "decode", 2) == 0
         still = max(each.longest_gap_s for each in streams.answers)
         print(f"up in {up_s:.1f} s; {rates}; a stream stood still for {still:.2f} s")

@@ -12,7 +12,7 @@ from dsv4.errors import InvalidInput
 from dsv4.events.ledger import Cached, Ledger
 from dsv4.events.wire import BlockStored
 from dsv4.routing.names import Naming
-from dsv4.routing.router import NoReplica, Router, RoutingCosts
+from dsv4.routing.router import NoReplica, Router, Routing, RoutingCosts
 from dsv4.routing.where import Where
 from tests.events.lives import BLOCK, SCHEMA, make
 
@@ -155,6 +155,17 @@ def test_without_a_match_the_replica_with_fewer_blocks_is_chosen_of_equally_busy
     router.stored("a", [1, 2])
     router.stored("b", [3])
     assert router.choose([9]).replica == "c"
+
+
+@pytest.mark.parametrize("routing", ["prefix", "sticky", "round-robin"])
+def test_a_replica_to_avoid_is_chosen_only_where_there_is_no_other(routing: Routing):
+    router = Router("ab", routing=routing)
+    router.stored("a", [1, 2, 3])
+    assert router.choose([1, 2, 3], "chat", {"b": 1}).replica == "a"
+    avoided = [router.choose([1, 2, 3], "chat", {"b": 1}, avoid="a") for _ in range(3)]
+    assert [each.replica for each in avoided] == ["b", "b", "b"]
+    assert avoided[0].blocks == (0, 0, 0)
+    assert router.choose([1, 2, 3], None, avoid="ab").replica in "ab"
 
 
 def test_what_cannot_be_is_refused():

@@ -165,7 +165,8 @@ class LaneEntries:
             rows=rows,
             misses=self._misses,
             miss_count=self._miss_count,
-            tokens_per_request=max(1, batch.shape.most_tokens),
+            # of any step that a captured graph replays, not of this one
+            tokens_per_request=self._memory.schema.max_decode_tokens,
         )
 
     # ---- a prefill batch -----------------------------------------------------------------------

@@ -21,6 +21,11 @@ from dsv4.serve import process
 
 LOGGER = logging.getLogger("dsv4.ray")
 APPLICATION = "dsv4"
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+ENVIRONMENT = {  # of a cluster that is started here, unless it says otherwise
+    "RAY_USAGE_STATS_ENABLED": "0",  # sends nothing elsewhere unasked
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 are too few where cores are shared
+}
 
 
 def run(
@@ -37,6 +42,8 @@ def run(
     with process.listen(host, port) as listener:
         url, port = process.address(listener), listener.getsockname()[1]
     _join(options, address)
+    if address is None:  # all replicas are here
+        options = options.model_copy(update={"events_host": "127.0.0.1"})
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(build(options), name=APPLICATION, route_prefix="/")
@@ -52,25 +59,23 @@ def run(
         ray.shutdown()
 
 
+def start_cluster(cpus: int) -> None:
+    """A cluster in processes of this machine, until `ray.shutdown`. `cpus` is what Ray counts: they
+    need not be there, and processes share what is."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    ray.init(address="local", include_dashboard=False, num_cpus=cpus, **QUIET)
+
+
 def _join(options: RayOptions, address: str | None) -> None:
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    if address is not None:
-        try:
-            ray.init(address=address, **common)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise InvalidInput(f"the cluster at {address!r} cannot be joined: {error}") from error
+    if address is None:
+        replicas = options.decoders + (options.prefill or 0)
+        start_cluster(max(os.cpu_count() or 1, round(replicas * options.num_cpus + 1)))
         return
-    replicas = options.decoders + (options.prefill or 0)
-    # what Ray counts need not be there: on a small machine replicas share it
-    cpus = max(os.cpu_count() or 1, round(replicas * options.num_cpus + 1))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing elsewhere unasked
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=cpus,
-        _node_ip_address="127.0.0.1",
-        **common,
-    )
+    try:
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"the cluster at {address!r} cannot be joined: {error}") from error
 
 
 class _Ended:

@@ -31,6 +31,9 @@ class RayOptions(BaseModel):
         5.0, description="After which a replica that says nothing is given up by its streams"
     )
     deadline_s: PositiveFloat = Field(5.0, description="Of a hand-off: then it is computed")
+    events_host: str | None = Field(
+        None, description="Where replicas publish their events; None: their node's address"
+    )
     drain_s: PositiveFloat = Field(60.0, description="That a replica has for its streams to end")
 
     @model_validator(mode="after")

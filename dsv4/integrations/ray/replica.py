@@ -77,7 +77,7 @@ class Replica:
         if options.prefill is not None:
             handoff = HandoffOptions(name=self._name, deadline_s=options.deadline_s)
         state = make_state(model, options.server, handoff)
-        here = f"tcp://{ray.util.get_node_ip_address()}:*"
+        here = f"tcp://{options.events_host or ray.util.get_node_ip_address()}:*"
         state.runner.publisher = EventPublisher(state.runner.manager, here, replay=here)
         self._naming = Naming(
             fingerprint=state.runner.manager.schema.content_fingerprint,

@@ -1,0 +1,125 @@
+"""A router's index, fed by `Follower` from a publisher's sockets, against what is cached."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.events.follower import Follower
+from dsv4.events.publisher import EventPublisher
+from dsv4.routing.names import Naming
+from tests.events.consumer import TIMEOUT_S
+from tests.events.lives import BLOCK, SCHEMA, Lives, cached, make
+
+ANY = "tcp://127.0.0.1:*"
+NAMING = Naming(fingerprint=SCHEMA.content_fingerprint, model_id="tiny 1", block_tokens=BLOCK)
+
+
+class Known:
+    """What one replica's events say is on its device."""
+
+    def __init__(self) -> None:
+        self.names = set[int]()
+        self.clears = 0
+
+    def stored(self, names: list[int], medium: str | None) -> None:
+        assert medium == "GPU"
+        self.names |= set(names)
+
+    def removed(self, names: list[int], medium: str | None) -> None:
+        self.names -= set(names)
+
+    def cleared(self) -> None:
+        self.names.clear()
+        self.clears += 1
+
+
+@contextmanager
+def published(manager: KVCacheManager, **more: int) -> Iterator[EventPublisher]:
+    publisher = EventPublisher(manager, ANY, replay=ANY, **more)
+    try:
+        yield publisher
+    finally:
+        publisher.close(TIMEOUT_S)
+
+
+def agrees(known: Known, lives: Lives) -> bool:
+    """About every prompt that was ever asked."""
+    for ids, salt in lives.asked:
+        names, found = NAMING.names(ids, salt), 0
+        while found < len(names) and names[found] in known.names:
+            found += 1
+        if found != cached(lives.manager, (ids, salt))[0]:
+            return False
+    return True
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    late = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < late, "the index does not become right"
+        await asyncio.sleep(0.01)
+
+
+def follower(publisher: EventPublisher, known: Known) -> Follower:
+    assert publisher.replay_endpoint is not None
+    return Follower(publisher.endpoint, publisher.replay_endpoint, known)
+
+
+@pytest.mark.parametrize("kept", [10_000, 4], ids=["all is kept", "little is kept"])
+def test_an_index_that_comes_late_becomes_right_and_stays_so(kept: int):
+    """From a replay of what was sent, or of everything that is cached."""
+    lives, known = Lives(make(), 3), Known()
+
+    async def run(publisher: EventPublisher) -> None:
+        task = asyncio.create_task(follower(publisher, known).run())
+        await until(lambda: bool(known.names) and agrees(known, lives))
+        for _ in range(3):
+            lives.some(4)
+            await until(lambda: agrees(known, lives))
+        task.cancel()
+
+    with published(lives.manager, buffer_batches=kept) as publisher:
+        lives.some(12)
+        asyncio.run(run(publisher))
+
+
+def test_a_second_index_learns_the_same():
+    """As one that was started anew, while events go on."""
+    lives, first, second = Lives(make(), 5), Known(), Known()
+
+    async def run(publisher: EventPublisher) -> None:
+        tasks = [asyncio.create_task(follower(publisher, first).run())]
+        lives.some(8)
+        await until(lambda: agrees(first, lives))
+        tasks[0].cancel()
+        lives.some(8)
+        tasks.append(asyncio.create_task(follower(publisher, second).run()))
+        await until(lambda: agrees(second, lives) and bool(second.names))
+        tasks[1].cancel()
+
+    with published(lives.manager) as publisher:
+        asyncio.run(run(publisher))
+
+
+def test_what_makes_no_sense_is_asked_for_anew(caplog: pytest.LogCaptureFixture):
+    lives, known = Lives(make(), 7), Known()
+
+    async def run(publisher: EventPublisher) -> None:
+        one = follower(publisher, known)
+        task = asyncio.create_task(one.run())
+        await until(lambda: one.replays == 1)
+        sender = publisher._sender
+        sender._publisher.send_multipart([b"", (1 << 63).to_bytes(8, "big"), b"\xc1"])
+        await until(lambda: "asked for anew" in caplog.text)
+        lives.some(6)
+        await until(lambda: agrees(known, lives) and bool(known.names))
+        task.cancel()
+
+    with published(lives.manager) as publisher:
+        asyncio.run(run(publisher))
