@@ -90,7 +90,9 @@ class Residency:
         self._open_from = np.zeros(table.max_requests, dtype=np.int64)
         self._open_until = np.zeros(table.max_requests, dtype=np.int64)
         self._queue: deque[tuple[int, int]] = deque()  # complete blocks to copy, with versions
+        self._asked = np.full_like(places.versions, -1)  # of each block the version queued last
         self._copying: deque[tuple[Mark, list[tuple[int, int]]]] = deque()
+        self._early: Mark | None = None  # of copies that count as arrived, and may still be running
         self._copied = self._failed = 0
         lanes = len(memory.lanes)
         step_rows = -(-memory.buffers.max_tokens // schema.block_tokens)
@@ -298,7 +300,7 @@ class Residency:
     def target_of(self, block_id: int) -> tuple[Tensor, Tensor]:
         """Where the bytes of a block in flight arrive: what stays, and the entries, for which host
         memory is enough. If they do not arrive, the block is free again, and all is forgotten."""
-        for mark, _ in self._copying:  # of what the block was before
+        for mark in self._running():  # of what the block was before
             mark.wait()
         self.places.in_host[block_id] = True
         return self._memory.block_arena.bytes[block_id], self._pool.bytes[self._host_row(block_id)]
@@ -309,6 +311,9 @@ class Residency:
         """Rows for all blocks that a step may write and that have none, for `place_step` or
         `cancel_step`. Raises OutOfBlocks."""
         self._entries.forget_lost()  # a replayed graph does not ask
+        if self._early is not None:  # the step may run on another stream than the one that waits
+            self._early.hold_back()
+            self._early = None if self._early.passed else self._early
         slots, block_tokens = step.shape.slots, self._block_tokens
         lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
             slots, axis=1
@@ -393,7 +398,7 @@ class Residency:
             last = max(request.length, request.reused_tokens) // block_tokens
             for block_id in request.block_ids[first:last]:
                 if not places.in_host[block_id] and places.row_of[block_id] != NO_ROW:
-                    self._queue.append((block_id, int(places.versions[block_id])))
+                    self._ask_for_copy(block_id)
             if last > first and self._open_until[request.slot]:
                 self._open_from[request.slot] = last * block_tokens
         self.pump()
@@ -418,6 +423,13 @@ class Residency:
         self._open_until[request.slot] = first * self._block_tokens
 
     # ---- copies to host memory -------------------------------------------------------------------
+
+    def _ask_for_copy(self, block_id: int) -> None:
+        """Once: the block may leave when one copy has arrived, and another would read its row."""
+        version = int(self.places.versions[block_id])
+        if self._asked[block_id] != version:
+            self._asked[block_id] = version
+            self._queue.append((block_id, version))
 
     def pump(self, most: int = MOST_COPYING) -> None:
         """Notes copies that have arrived, and begins others."""
@@ -474,13 +486,21 @@ class Residency:
         self.pump(most=len(self._queue) + MOST_COPYING)
         self._hold_back()
         while self._copying:
-            for block_id, version in self._copying.popleft()[1]:
+            self._early, blocks = self._copying.popleft()
+            for block_id, version in blocks:
                 self._copied += self.places.arrive(block_id, version)
 
     def _hold_back(self) -> None:
-        """Makes what comes next on the current stream wait for the copies that are running."""
-        if self._copying:
-            self._copying[-1][0].hold_back()
+        """What comes next on the current stream waits for the copies that are running."""
+        for mark in self._running()[-1:]:
+            mark.hold_back()
+
+    def _running(self) -> list[Mark]:
+        """Copies to host memory that may be running, in their order."""
+        if self._early is not None and self._early.passed:
+            self._early = None
+        early = [] if self._early is None else [self._early]
+        return [*early, *(mark for mark, _ in self._copying)]
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -517,7 +537,9 @@ class Residency:
         records are forgotten; copies begin again."""
         self._copies.finish()
         self._copying.clear()
+        self._early = None
         self._queue.clear()
+        self._asked.fill(-1)
         self._unsent.clear()
         cached = [node.block_id for node in nodes]
         ends: dict[Request, int] = {}
@@ -538,7 +560,7 @@ class Residency:
         self.places.rebuild(kept)
         for block_id in self.places.with_rows():
             if block_id in complete and not self.places.in_host[block_id]:
-                self._queue.append((block_id, int(self.places.versions[block_id])))
+                self._ask_for_copy(block_id)
         for slot in range(self._table.max_requests):
             self._entries.forget_hot(slot)
         for request in self._table.live.values():

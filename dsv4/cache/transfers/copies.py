@@ -93,6 +93,8 @@ class Copies:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
             for row, host in rows:
+                if row.device.type == "cpu":  # torch copies within the host at once
+                    self._down.synchronize()
                 host.copy_(row, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._down)
