@@ -10,7 +10,7 @@ OLDEST := .venv-oldest
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 
 .PHONY: help demo test lint gpu-test test-gpus test-tritons test-oldest test-newest test-newest-transformers \
-	test-transformers-own docs docs-links clean
+	test-transformers-own dist docs docs-links clean
 
 help:                     ## what can be made
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 28
@@ -28,6 +28,11 @@ lint: $(STAMP)            ## ruff and mypy --strict
 
 test: lint                ## lint, then every test that needs no GPU, in parallel
 	$(BIN)/pytest -n 2 --dist worksteal
+
+dist: $(STAMP)            ## wheel and sdist in dist/, checked as the package index checks them
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	$(BIN)/uv tool run --quiet twine==6.2.0 check --strict dist/*.whl dist/*.tar.gz
 
 # A warning is an error: a dead link, a page that no menu names, a cell of a notebook that fails.
 docs: $(STAMP)            ## the site of docs/, with its notebooks run, in docs/_build/html
@@ -100,4 +105,4 @@ test-newest:              ## every test on the newest versions that pyproject.to
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
 
 clean:
-	rm -rf docs/_build $(VENV) $(NEWEST) $(OLDEST) $(TRITONS:%=.venv-triton-%) .venv-dynamo .venv-dynamo.part .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist docs/_build $(VENV) $(NEWEST) $(OLDEST) $(TRITONS:%=.venv-triton-%) .venv-dynamo .venv-dynamo.part .pytest_cache .mypy_cache .ruff_cache

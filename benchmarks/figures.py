@@ -30,7 +30,7 @@ from dsv4.cache.state import StateLayout
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.planner import LinkSizing, plan, plan_link
-from dsv4.planning.deployment import Weights, deploy
+from dsv4.planning.deployment import Load, Weights, deploy
 from dsv4.planning.gpus import parse_gpus
 from dsv4.planning.layouts import layout_of
 from dsv4.planning.weights import PRESET_WEIGHTS
@@ -301,8 +301,11 @@ def _weights(model: str) -> int:
     return Weights.derived(spec, PRESET_WEIGHTS[model], drafts=False).total_bytes
 
 
-def _deployed(model: str, gpus: str, context: str, whose: str = "dsv4") -> Values:
+def _deployed(
+    model: str, gpus: str, context: str, whose: str = "dsv4", host_memory: str | None = None
+) -> Values:
     """As many requests as `dsv4 plan --gpus` says; of vLLM and SGLang at least and at most."""
+    host_bytes = None if host_memory is None else parse_bytes(host_memory)
     found, spec = parse_gpus(gpus), ModelSpec.preset(model)
     (fit,) = deploy(
         spec,
@@ -311,8 +314,13 @@ def _deployed(model: str, gpus: str, context: str, whose: str = "dsv4") -> Value
         layout=layout_of(found.count),
         make_schema=CacheSchema.build,
         contexts=[parse_tokens(context)],
+        load=Load(host_memory_bytes=host_bytes),
+        compare=False,
     ).chosen.fits
-    counts = [fit.requests] if whose == "dsv4" else sorted(set(fit.peers[whose]))
+    if whose == "host memory":
+        counts = [fit.with_host_memory or 0]
+    else:
+        counts = [fit.requests] if whose == "dsv4" else sorted(set(fit.peers[whose]))
     return np.array(counts, dtype=float)
 
 

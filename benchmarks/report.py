@@ -1,7 +1,7 @@
 """`python -m benchmarks.report [results.jsonl]`: writes the tables of docs/performance.md, every
-registered case with its target, those of docs/v41.md, the plots under docs/plots/ and every
-figure of README and docs that has a mark (benchmarks/figures.py), from a results file. Targets and
-times of others in that file are those of the current registry."""
+registered case with its target, those of docs/v41.md and docs/gpus.md, the plots under docs/plots/
+and every figure of README and docs that has a mark (benchmarks/figures.py), from a results file.
+Targets and times of others in that file are those of the current registry."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.plots.results import plot_results
+from tools import support_matrix
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results" / "h200.jsonl"
@@ -76,6 +77,10 @@ def main() -> int:
             document = ROOT / page
             text = page_text(page, document.read_text(encoding="utf-8"), results)
             document.write_text(text, encoding="utf-8")
+        support_matrix.PAGE.write_text(
+            support_matrix.written(support_matrix.PAGE.read_text(encoding="utf-8")),
+            encoding="utf-8",
+        )
         PLOT_FOLDER.mkdir(exist_ok=True)
         for name, suites in PLOTS.items():
             note = OTHERS_NOTE if name == "kernels.png" else ""

@@ -17,6 +17,7 @@ from typer.cli import get_docs_for_click  # noqa: E402
 
 from dsv4 import __version__  # noqa: E402
 from dsv4.cli import app as command  # noqa: E402
+from tools import planner_page  # noqa: E402
 
 project = "dsv4"
 author = "the dsv4 authors"
@@ -89,5 +90,10 @@ def setup(app: Any) -> None:
     def included(_: Any, path: Path, name: str, content: list[str]) -> None:
         content[0] = elsewhere("", content[0])
 
+    def with_python(app: Any, error: Exception | None) -> None:
+        if error is None and app.builder.name == "html":
+            planner_page.write(Path(app.outdir) / "_static" / "planner" / "python")
+
+    app.connect("build-finished", with_python)
     app.connect("source-read", page)
     app.connect("include-read", included)

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from dsv4.tiers.secret import read_key
     from dsv4.tiers.tier import Limits
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Arrival",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prometheus_text(manager: KVCacheManager) -> str:
-    """All statistics in Prometheus' exposition format: serve it as text/plain.
+    """All statistics of a `manager` in Prometheus' exposition format: serve it as text/plain.
 
     Raises MissingExtra without prometheus_client.
     """

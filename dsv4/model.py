@@ -98,6 +98,11 @@ class RopeSpec:
 class ModelSpec:
     """Shapes of a DeepSeek-V4 family model. `layers` holds the backbone, then the draft layers.
 
+    `hidden` is the width of the model; attention has `heads` of `head_dim` channels, of which the
+    last `rope_dim` are rotated, by the tables of `rope`; the indexer has `index_heads` of
+    `index_dim`, and selects `index_topk` entries. A layer sees the newest `window` tokens, a
+    context has up to `max_context`, norms add `rms_eps`; `name` is for people.
+
     A layer whose candidates others use keeps `candidate_blocks` blocks of `candidate_block_entries`
     entries per query. `draft_block` queries draft at once (DSpark; 0: one after the other).
     `cut_replays`: it is served with replays of a window that do not see what lies before it

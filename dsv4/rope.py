@@ -56,7 +56,9 @@ def rope_frequencies(model: ModelSpec, *, yarn: bool) -> Tensor:
 def rope_table(
     model: ModelSpec, *, yarn: bool, tokens: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """fp32 [tokens, rope_dim]: cos of all pairs, then sin of all pairs, one row per position.
+    """fp32 [tokens, rope_dim] on `device`: cos of all pairs, then sin of all pairs, one row per
+    position. `yarn`: the long-context table of `model`, which layers with entries use; else the
+    plain one.
 
     Angles are fp32 position × fp32 frequency, as trained. 256 bytes per position: engines share
     one table with their queries.

@@ -161,8 +161,15 @@ def _load(golden: str | Path | None) -> _Golden:
     try:
         with np.load(path, allow_pickle=False) as file:
             raw = {name: file[name] for name in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise InvalidInput(f"{path} is not a golden file (.npz): {error}") from error
+    except OSError as error:
+        why = error.strerror or "its bytes are of no known kind"
+        raise InvalidInput(f"cannot read {path} as a golden file (.npz): {why}") from error
+    except (EOFError, ValueError, zipfile.BadZipFile) as error:
+        # what numpy says of such a file is advice to load it unsafely
+        raise InvalidInput(
+            f"{path} is not a golden file: those are .npz files of numbers, which "
+            f"tools/make_golden.py writes"
+        ) from error
     kinds = tuple(k for k in V41_LAYERS if f"{k}/kv" in raw) if "full1/kv" in raw else KINDS
     needed = ["meta", *(f"{kind}/kv" for kind in kinds)]
     if kinds != KINDS:

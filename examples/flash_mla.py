@@ -174,7 +174,7 @@ def find_flash_mla(device: torch.device) -> tuple[str, Any]:
     try:
         module = import_module("flash_mla.flash_mla_interface")
     except ImportError as error:
-        return f"stand-in ({error})", None
+        return f"stand-in in plain PyTorch, for FlashMLA is not installed ({error})", None
     if device.type != "cuda":
         return f"stand-in (FlashMLA does not run on {device.type})", None
     return "FlashMLA", module

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,25 @@ def test_every_public_name_is_explained_and_in_the_reference(name: str) -> None:
             )
             if not member.startswith("_") and callable_or_property:
                 assert inspect.getdoc(found), f"{name}.{member}"
+
+
+# made by the manager, and by nobody else
+GIVEN = {
+    "Arrival", "Batch", "ForwardPlan", "LayerCacheHandle", "PinnedPrefix", "Prompt", "Request",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in GIVEN])
+def test_what_one_gives_to_a_public_name_is_explained(name: str) -> None:
+    """By name, in the docstring of the class or function."""
+    value = getattr(dsv4, name)
+    if isinstance(value, type) and issubclass(value, Exception | Enum):
+        return
+    text = f"{inspect.getdoc(value)} {inspect.getdoc(value.__init__)}"
+    for argument, found in inspect.signature(value).parameters.items():
+        if found.kind is not found.VAR_POSITIONAL:
+            family = argument.partition("_")[0] + "_"  # `blocks_` in total, free and live
+            assert re.search(rf"\b{argument}\b|`{family}`", text), argument
 
 
 @pytest.mark.parametrize("drawing", drawings.drawings(), ids=lambda drawing: drawing.name)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 INDEX = "https://pypi.org/simple"
 PLATFORM = "x86_64-manylinux_2_39"
 UNREACHABLE = re.compile(

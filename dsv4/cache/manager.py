@@ -50,6 +50,10 @@ from dsv4.errors import (
 class KVCacheManager(Uncopied):
     """The cache of one model on one device.
 
+    `schema` is its layout, `num_blocks` blocks hold the context of all requests, `max_requests` may
+    be live at once. The `options` are named and explained in `ManagerOptions`
+    (dsv4/cache/options.py); `dsv4.Cache` and `from_memory` find numbers that fit a memory.
+
     `table` owns requests, slots and blocks, `memory` the device's bytes, `prefix` what outlives a
     request. One allocator serves all layers, so admission is atomic: a request has its slot and all
     its blocks, or nothing. Host calls (everything but what handles launch) belong between captured

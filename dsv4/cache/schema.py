@@ -135,7 +135,15 @@ class _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSchema:
-    """The complete layout for one model and one choice of parameters. Make it with `build`."""
+    """The complete layout for one model and one choice of parameters. Make it with `build`.
+
+    `block_tokens` tokens are a block, every plane starts at a multiple of `align_bytes`, and a
+    window's ring has `ring_rows` rows: enough to take back `max_draft_tokens` drafts with
+    `steps_ahead` steps planned before their results are known. A request has up to `max_context`
+    tokens. `entry_format`, `window_format` and `index_format` are how entries, window rows and
+    index keys are stored, `hca_state` how unfinished groups of HCA layers are. With `entries_apart`
+    entries may live in host memory (docs/residency.md).
+    """
 
     model: ModelSpec
     block_tokens: int
@@ -618,9 +626,12 @@ def _usual_facts(layer: dict[str, Any]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBudget:
-    """How a memory budget splits into blocks and slots. `other_bytes` is what else the manager
+    """How a memory budget splits into `num_blocks` blocks and slots of `max_requests` requests:
+    `block_arena_bytes`, `slot_arena_bytes`, the `block_table_bytes` of their ids, and
+    `unused_bytes` that make no whole block. `other_bytes` is what else the manager
     needs: step buffers, workspace and snapshots. Of entries that are kept apart, `entry_rows`
-    blocks have theirs on the device (without hot rows, which `other_bytes` counts), and all have
+    blocks have theirs on the device, `entries_arena_bytes` (without hot rows, which `other_bytes`
+    counts), and all have
     `host_bytes` in host memory."""
 
     num_blocks: int
@@ -651,10 +662,10 @@ def compute_block_budget(
     host_bytes: int | None = None,
     needed_entry_rows: int = 0,
 ) -> BlockBudget:
-    """Gives each of `max_requests` a slot and what is left of the memory, less `other_bytes`, to
-    blocks. `KVCacheManager.other_bytes` says what else a manager needs. With entries that are kept
-    apart, `host_bytes` is the host memory for them; at least `needed_entry_rows` blocks have theirs
-    on the device, and more if memory is left.
+    """Gives each of `max_requests` a slot, and blocks what is left of `memory_bytes`, less
+    `other_bytes`. `KVCacheManager.other_bytes` says what else a manager needs. With entries that
+    are kept apart, `host_bytes` is the host memory for them; at least `needed_entry_rows` blocks
+    have theirs on the device, and more if memory is left.
 
     Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
     `context` tokens (default: the schema's max_context).

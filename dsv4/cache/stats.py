@@ -18,7 +18,9 @@ MissReason = Literal["too_short", "not_cached", "evicted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBytes:
-    """What the manager has allocated on its device."""
+    """What the manager has allocated on its device: `block_arena` and `slot_arena`, the
+    `block_table`, `step_buffers` with a step's index tensors, `workspace` for calls, `snapshots` of
+    the prefix cache, and `entries` that are kept apart from blocks, with their tables."""
 
     block_arena: int
     slot_arena: int
@@ -63,8 +65,13 @@ class PrefixCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStats(PrefixCounters):
-    """The prefix cache: its counters, and what it keeps now. `cached_bytes_by_kind` splits the
-    blocks that no request holds by what is in them."""
+    """The prefix cache: its counters, and what it keeps now.
+
+    `hits` by where they continued and `misses` by reason count admissions; of `tokens_asked` for,
+    `tokens_skipped` had not to be run, and `tokens_shared` are in blocks that existed.
+    `block_evictions` and `snapshot_evictions` count what went for want of memory. `blocks_indexed`
+    can be found; of `snapshots_total` rows `snapshots_used` are taken, of `snapshot_bytes` each.
+    `cached_bytes_by_kind` splits the blocks that no request holds by what is in them."""
 
     block_evictions: int
     snapshot_evictions: int
@@ -152,7 +159,13 @@ class HandoffStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What is held now. For slots, free + live = total (except those promised to an arrival). For
+    """What is held now: `blocks_` and `slots_` in total, free and live; `requests_live`, their
+    `tokens_live`, and the bytes of these, `block_bytes_live` and `slot_bytes_live`. Of the
+    `blocks_cached`, `blocks_evictable` could go now; `blocks_pinned` are never evicted.
+    `prefix`, `transfers`, `tiers`, `handoff` and `residency` are of these parts, None or empty
+    without them.
+
+    For slots, free + live = total (except those promised to an arrival). For
     blocks, free + live + cached + in flight = total: cached ones are kept by the prefix index and
     held by no request, those in flight are being filled from a tier or another machine. Blocks that
     an offer holds are live."""

@@ -36,6 +36,12 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+@app.command("version")
+def version_command() -> None:
+    """Print the version."""
+    typer.echo(f"dsv4 {__version__}")
+
+
 @app.callback()
 def main(
     version: Annotated[

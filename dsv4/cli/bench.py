@@ -45,7 +45,9 @@ def bench_command(
     with reported_errors(as_json=as_json):
         if (compare is None) == (plot is None):
             raise InvalidInput(
-                "say what to do with the results: either --compare A B or --plot FILE RESULTS"
+                "it measures nothing itself, it reads results: --compare A B puts two files next "
+                "to each other, --plot FILE RESULTS draws one; `python -m benchmarks.run`, in a "
+                "checkout on a GPU machine, writes them, and benchmarks/results/h200.jsonl is one"
             )
         if plot is not None:
             plot_results(read_results(plot[1]), plot[0], suites=suites or SUITES)

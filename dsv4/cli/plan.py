@@ -12,7 +12,7 @@ from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.schema import byte_map as map_of
 from dsv4.cli.errors import reported_errors
-from dsv4.cli.plan_gpus import load_of, plan_gpus, report, schema_maker
+from dsv4.cli.plan_gpus import load_of, report
 from dsv4.cli.plan_options import check_partners, given
 from dsv4.cli.plan_text import print_link, print_plan, print_tier
 from dsv4.cli.residency import print_residency
@@ -27,7 +27,9 @@ from dsv4.planner import (
     plan_link,
     plan_tier,
 )
+from dsv4.planning.deployment import CONTEXTS
 from dsv4.planning.gpus import is_counted
+from dsv4.planning.question import plan_gpus, schema_maker
 from dsv4.plots.plan import plot_plan, requests_to_draw
 from dsv4.residency_planner import ResidencySizing, plan_residency
 from dsv4.units import (
@@ -281,7 +283,7 @@ def plan_command(
                 pp=pp,
                 weights=weights,
                 drafts=draft > 0,
-                context_tokens=tokens,
+                contexts=CONTEXTS if tokens is None else (tokens,),
                 requests=requests,
                 load=load_of(
                     step_tokens=step_tokens,

@@ -1,4 +1,4 @@
-"""`dsv4 plan --gpus`: the question is put, and its answer printed."""
+"""What `dsv4 plan --gpus` prints."""
 
 from __future__ import annotations
 
@@ -8,73 +8,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dsv4.cache.schema import CacheSchema
 from dsv4.cli.plan_text import print_tier
 from dsv4.cli.tables import table_of
-from dsv4.errors import ConfigError
-from dsv4.model import ModelSpec, config_path, preset_name, read_config
-from dsv4.planning.deployment import (
-    CONTEXTS,
-    Deployment,
-    Fit,
-    LayoutFit,
-    Load,
-    MakeSchema,
-    Weights,
-    deploy,
-)
-from dsv4.planning.gpus import Gpus, parse_gpus
-from dsv4.planning.layouts import layout_of
-from dsv4.planning.peers import SOURCE
-from dsv4.planning.weights import PRESET_WEIGHTS, weight_shapes
+from dsv4.planning.deployment import Deployment, LayoutFit, Load
+from dsv4.planning.gpus import Gpus
+from dsv4.planning.words import answer, notes
 from dsv4.units import format_like, format_tokens, parse_bytes
-
-
-def plan_gpus(
-    name: str,
-    gpus: str,
-    *,
-    make_schema: MakeSchema,
-    tp: int | None,
-    pp: int | None,
-    weights: str | None,
-    drafts: bool,
-    context_tokens: int | None,
-    requests: int | None,
-    load: Load,
-) -> tuple[Deployment, Gpus]:
-    """The answer, and the GPUs as they were written. Raises InvalidInput, ConfigError."""
-    model, found = ModelSpec.load(name), parse_gpus(gpus)
-    return (
-        deploy(
-            model,
-            found,
-            weights_of(name, model, weights, drafts=drafts),
-            layout=layout_of(found.count, tp=tp, pp=pp),
-            make_schema=make_schema,
-            contexts=CONTEXTS if context_tokens is None else (context_tokens,),
-            requests=requests,
-            load=load,
-        ),
-        found,
-    )
-
-
-def weights_of(name: str, model: ModelSpec, size: str | None, *, drafts: bool) -> Weights:
-    """As given, or derived from the preset or the config. Raises ConfigError."""
-    if size is not None:
-        return Weights.given(parse_bytes(size))
-    path = config_path(name)
-    if path is None:
-        shapes = PRESET_WEIGHTS.get(preset_name(name) or "")
-    else:
-        shapes = weight_shapes(read_config(path))
-    if shapes is None:
-        raise ConfigError(
-            f"the weights of {model.name} cannot be derived from what is known of it: give their "
-            f"size, --weights 150GB"
-        )
-    return Weights.derived(model, shapes, drafts=drafts)
 
 
 def load_of(
@@ -93,44 +32,6 @@ def load_of(
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
         disk_bytes=None if disk is None else parse_bytes(disk),
     )
-
-
-def schema_maker(**options: object) -> MakeSchema:
-    def make(model: ModelSpec) -> CacheSchema:
-        return CacheSchema.build(model, **options)  # type: ignore[arg-type]
-
-    return make
-
-
-def answer(found: Deployment, gpus: Gpus) -> str:
-    """The answer as one line."""
-    weights = format_like(found.weights_bytes, gpus.unit)
-    if found.fits:
-        first, *more = _fits(found)
-        counts = [f"{first.requests:,} requests of {format_tokens(first.context_tokens)}"]
-        counts += [f"{fit.requests:,} of {format_tokens(fit.context_tokens)}" for fit in more]
-        return (
-            f"{found.gpus} hold {found.model} ({weights} of weights) and {' or '.join(counts)} "
-            f"tokens at once, with {found.chosen.layout}."
-        )
-    first = _fits(found)[0]
-    asked = found.asked_requests or 1
-    what = f"{asked:,} request{'' if asked == 1 else 's'} of {format_tokens(first.context_tokens)}"
-    room = f"there is room for {first.requests:,}" if first.requests else "not one fits"
-    rank = found.chosen.rank
-    if rank is not None and rank.left <= 0:
-        share = format_like(rank.weights, gpus.unit)
-        room = f"the weights are {weights}, {share} of them on each GPU"
-    advice = "no number of this GPU would"
-    if found.needed_gpus is not None and found.needed_gpus > found.count:
-        advice = f"{found.needed_gpus} x {gpus.gpu.name} would, with EP and data-parallel attention"
-    elif found.needed_gpus is not None:
-        advice = "with data-parallel attention (no --tp, no --pp) they would"
-    return f"{found.model} with {what} tokens does not fit on {found.gpus}: {room}; {advice}."
-
-
-def _fits(found: Deployment) -> tuple[Fit, ...]:
-    return found.chosen.fits
 
 
 def report(found: Deployment, gpus: Gpus, *, as_json: bool) -> None:
@@ -171,7 +72,7 @@ def _print_rank(console: Console, found: Deployment, gpus: Gpus) -> None:
 
 
 def _print_requests(console: Console, found: Deployment) -> None:
-    fits = _fits(found)
+    fits = found.chosen.fits
     hosted = any(fit.with_host_memory is not None for fit in fits)
     peers = list(dict.fromkeys(name for fit in fits for name in fit.peers))
     headers = ["dsv4", *(["with host memory"] if hosted else []), *peers]
@@ -187,7 +88,7 @@ def _print_requests(console: Console, found: Deployment) -> None:
 
 
 def _print_layouts(console: Console, found: Deployment) -> None:
-    columns = [format_tokens(fit.context_tokens) for fit in _fits(found)]
+    columns = [format_tokens(fit.context_tokens) for fit in found.chosen.fits]
     table = table_of("layout", "cache of a GPU", *columns)
     for each in (found.chosen, *found.others):
         table.add_row(each.layout, *_layout_row(each, len(columns)))
@@ -199,30 +100,3 @@ def _layout_row(each: LayoutFit, columns: int) -> list[str]:
     if each.why_not:
         return ["cannot be divided so", *[""] * columns]
     return [each.cache, *(f"{fit.requests:,}" for fit in each.fits)]
-
-
-def notes(found: Deployment) -> list[str]:
-    """What the figures are of, and what is not in them."""
-    formats = ", ".join(
-        f"{name.upper() if name[0] == 'f' else name} {size / 1e9:,.1f} GB"
-        for name, size in found.weights_by_format.items()
-        if size >= 5e7
-    )
-    said = []
-    if formats:
-        said.append(f"Weights: {formats}; derived from the config, not from files.")
-    counted = (
-        "The driver's memory and communication buffers are not counted"
-        if found.chosen.rank is not None and found.chosen.rank.activations
-        else "Activations (--activations), the driver's memory and communication buffers are not "
-        "counted"
-    )
-    said.append(
-        f"{counted}. Steps of up to {found.step_tokens:,} tokens, {found.snapshots} snapshots, and "
-        f"any request may grow to the longest context."
-    )
-    if any(fit.peers for fit in _fits(found)):
-        said.append(f"vLLM, SGLang: the same memory without workspace; {SOURCE}.")
-    if any(fit.with_host_memory is not None for fit in _fits(found)):
-        said.append("With host memory: a computed capacity, see docs/residency.md.")
-    return said

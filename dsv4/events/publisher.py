@@ -30,8 +30,9 @@ class EventPublisher:
     stored where, and which were removed. Every process that can connect learns all token ids.
 
     `endpoint` and `replay` are addresses to bind; with a `data_parallel_rank` their ports are that
-    much higher, as consumers expect. `buffer_batches` messages, of `buffer_bytes` at most, are kept
-    for consumers that missed some; for one that missed more a replay has everything that is cached.
+    much higher, as consumers expect. Every message begins with `topic`. `buffer_batches` messages,
+    of `buffer_bytes` at most, are kept for consumers that missed some; for one that missed more a
+    replay has everything that is cached.
     No call of the manager waits for a consumer: with `most_waiting` notes in the queue, consumers
     forget everything instead, and learn of a block again when it is used.
 

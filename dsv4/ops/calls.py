@@ -37,6 +37,7 @@ class LayerWeights:
 
     `rope` is the table of dsv4.rope for this layer (`LayerSpec.yarn`). With `kv_norm` fp32
     [head_dim] the layer hands over raw KV projections; without it, KV after norm and RoPE.
+    `compressor` makes entries, `index_compressor` index keys, in the layers that have them.
     `index_projection` is for layers whose index keys come from the latent (V4.1).
     Raises InvalidInput for weights that do not fit together; `append` checks the tensors.
     """

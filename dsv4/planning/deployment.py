@@ -154,14 +154,16 @@ def deploy(
     contexts: Sequence[int] = CONTEXTS,
     requests: int | None = None,
     load: Load | None = None,
+    compare: bool = True,
 ) -> Deployment:
-    """How many requests of each context these GPUs hold at once. Raises InvalidInput."""
+    """How many requests of each context these GPUs hold at once; with `compare` in other layouts
+    too. Raises InvalidInput."""
     load = load or Load()
     check_layout(layout, model, weights.shapes)
     asked = [c for c in contexts if c <= model.max_context] or [model.max_context]
     job = _Job(model, gpus, weights, make_schema, asked, load)
     chosen = job.fit(layout)
-    others = tuple(job.try_fit(each) for each in other_layouts(layout))
+    others = tuple(job.try_fit(each) for each in other_layouts(layout) if compare)
     enough = chosen.fits[0].requests >= (requests or 1)
     needed = None
     if not enough:

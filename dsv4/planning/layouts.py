@@ -59,7 +59,7 @@ class Layout:
             parts.append("divided by requests")
         if self.pp > 1:
             parts.append("divided by layers")
-        return ", ".join(parts) or "whole"
+        return ", ".join(parts) or "whole in it"
 
 
 def layout_of(gpus: int, *, tp: int | None = None, pp: int | None = None) -> Layout:

@@ -57,11 +57,13 @@ _RECENT, _BROKEN = 32, 8  # if this many different records of the last ones fail
 
 
 class DiskTier(QueuedTier):
-    """Records as files in a directory of its own, with a limit on their total bytes.
+    """Records as files in a directory of its own, `root`, with a limit on their total bytes,
+    `capacity_bytes`.
 
     A file appears whole or not at all. `sync="off"`: after a power loss a record may be gone or
     damaged, and a damaged one is refused. `sync="each"`: what was reported as stored is there after
-    a power loss. `direct`: bypasses the page cache; None tries whether that works.
+    a power loss. `direct`: bypasses the page cache; None tries whether that works. `name` is
+    the tier's in statistics, `limits` what may wait; `calls` are the system's, for tests.
 
     Processes that share the directory see each other's records at once and count their bytes
     together; of their capacities the largest counts. A hundredth of the file system is left free.

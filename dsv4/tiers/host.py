@@ -43,7 +43,8 @@ class HostRow:
 
 
 class HostTier(QueuedTier):
-    """Records in one piece of host memory of a fixed size. Records that others lean on stay until
+    """Records in one piece of host memory of `capacity_bytes`; `name` is the tier's in statistics,
+    `limits` what may wait. Records that others lean on stay until
     those have gone; of the rest the longest unused one makes room. Of a prompt that is longer than
     the memory the beginning is kept: everything that is held can be reached.
 

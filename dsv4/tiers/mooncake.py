@@ -28,10 +28,12 @@ _LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own buffer; records do not pass thr
 
 
 class MooncakeTier(QueuedTier):
-    """Records in the memory of the machines of one Mooncake master.
+    """Records in the memory of the machines of one Mooncake `master`, host:port.
 
     `segment_bytes` is the memory that this process contributes to the store; with 0 it only uses
-    that of others. `host` is the address at which other machines reach this process. It binds
+    that of others. `host` is the address at which other machines reach this process; `metadata`,
+    `protocol` and `devices` are Mooncake's own. `name` is the tier's in statistics, `limits` what
+    may wait. It binds
     nothing: Mooncake listens on every interface, asks for no password, and has access to the
     registered memory; a warning says so when it begins to listen.
 

@@ -22,10 +22,12 @@ MOST_LISTED = 1000  # the most that one answer of S3 has
 
 
 class ObjectTier(QueuedTier):
-    """Records as objects of a bucket, `s3://bucket/prefix`: one per record, named by its key.
+    """Records as objects of a bucket, whose `url` is like `s3://bucket/prefix`: one per record,
+    named by its key.
 
     `config` is obstore's (endpoint, region, access_key_id, …); what it leaves out comes from the
-    environment. An object is never overwritten. The tier has no capacity: the bucket's
+    environment. `allow_http` lets an endpoint do without TLS. `name` is the tier's in statistics,
+    `limits` what may wait. An object is never overwritten. The tier has no capacity: the bucket's
     lifecycle rules remove what is old. A request that the server could not answer is repeated a few
     times, with jitter, and still ends with the deadline. Raises InvalidInput for a URL that obstore
     does not know, MissingExtra without obstore.

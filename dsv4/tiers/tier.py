@@ -189,7 +189,10 @@ class Outage(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may wait and how long. Raises InvalidInput for a value that is not positive."""
+    """How much may wait and how long: `threads` move records, up to `queued_bytes` wait to be
+    stored and up to `queued_loads` to be loaded, and more are refused; what takes longer than
+    `deadline_s` has failed, and a tier that fails is left alone for `back_off_s`. Raises
+    InvalidInput for a value that is not positive."""
 
     threads: int = 2
     queued_bytes: int = 256 << 20  # of stores

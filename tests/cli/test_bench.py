@@ -132,8 +132,8 @@ def test_files_without_a_common_case_say_what_they_have(tmp_path: Path) -> None:
 def test_errors_are_one_line(two_files: tuple[Path, Path], tmp_path: Path) -> None:
     good = two_files[0]
     for arguments, message in (
-        ((), "either --compare A B or --plot"),
-        (("--compare", good, good, "--plot", tmp_path / "x.png", good), "either --compare"),
+        ((), "--compare A B puts two files"),
+        (("--compare", good, good, "--plot", tmp_path / "x.png", good), "--compare A B"),
         (("--compare", good, tmp_path / "none"), "cannot read results"),
         (("--plot", tmp_path / "x.png", tmp_path / "none"), "cannot read results"),
     ):

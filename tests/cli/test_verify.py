@@ -55,6 +55,34 @@ def test_verify_fails_on_changed_inputs(tmp_path: Path) -> None:
     assert code == 1
 
 
+def test_verify_ends_with_a_sentence_and_cuts_no_name(tmp_path: Path) -> None:
+    code, out = run("verify")
+    assert code == 0
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("Passed: 11 arrays; stored bytes and scores are identical to DeepSeek")
+    assert "limit 0.002" in last
+    assert "csa/index_scores" in out
+    with np.load(GOLDEN) as file:
+        arrays = {name: file[name].copy() for name in file.files}
+    arrays["csa/entries"][3, 5] ^= 0x100
+    np.savez(tmp_path / "changed.npz", **arrays)
+    code, out = run("verify", "--golden", str(tmp_path / "changed.npz"))
+    assert code == 1
+    last = out.strip().splitlines()[-1]
+    assert last == "Failed: 1 of 11 arrays are not DeepSeek's run: csa/entries (1 of 4,480)."
+
+
+def test_no_error_advises_to_load_a_file_unsafely(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    for content in (b"{}", b"PK", b"\x93NUMPY", b"\x80\x04."):
+        path.write_bytes(content)
+        result = CliRunner().invoke(app, ["verify", "--golden", str(path)])
+        assert result.exit_code == 2
+        assert "golden file" in result.stderr
+        for word in ("pickle", "trust", "unsafe"):
+            assert word not in result.stderr
+
+
 @pytest.mark.parametrize("content", [b"", b"not a zip", None])
 def test_verify_refuses_what_is_no_golden_file(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.npz"

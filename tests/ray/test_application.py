@@ -91,6 +91,15 @@ def nothing_is_left(found: Application) -> bool:
     return all(not each["jobs"] for each in found.state()["replicas"].values())
 
 
+def held_blocks(found: Application, role: str, replicas: int) -> int:
+    """By requests and arrivals, of all replicas: Ray Serve asks any of them."""
+    states: dict[str, dict[str, int]] = {}
+    while len(states) < replicas:
+        state = found.handle(role).cache_state.remote().result(timeout_s=60)
+        states[state["replica"]] = state["blocks"]
+    return sum(blocks["live"] + blocks["in_flight"] for blocks in states.values())
+
+
 @pytest.mark.timeout(280)
 def test_replicas_answer_as_one_server_and_survive_a_kill(alone: str):
     began_s = time.monotonic()
@@ -124,5 +133,6 @@ def test_replicas_answer_as_one_server_and_survive_a_kill(alone: str):
         assert found.metric("dsv4_lost_legs_total") >= 1
         found.wait_for(decode=2)  # Ray has started another one
         found.wait_until(lambda: nothing_is_left(found), "every job has ended")
+        assert held_blocks(found, "decode", 2) == 0
         still = max(each.longest_gap_s for each in streams.answers)
         print(f"up in {up_s:.1f} s; {rates}; a stream stood still for {still:.2f} s")

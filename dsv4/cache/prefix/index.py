@@ -21,7 +21,8 @@ HASHED_AT_ONCE = 64  # blocks; few enough to stop soon after a miss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvent:
-    """A block was cached or evicted: its chain digest, and that of the block before it, if any."""
+    """`what` happened to a block, stored or removed: its chain `digest`, that of its `parent`, the
+    block before it, if any, and the `block_id` that it has or had in the arena."""
 
     what: Literal["stored", "removed"]
     digest: bytes

@@ -14,7 +14,8 @@ from dsv4.tiers.secret import Secret, require_key
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPolicy:
-    """At which block boundaries a snapshot is taken: `full()`, `periodic(tokens)` or `zero()`.
+    """At which block boundaries a snapshot is taken, made by `full()`, `periodic(tokens)` or
+    `zero()`: their `kind`, and the `period_tokens` between two.
 
     Without a snapshot, a hit replays window · layers tokens (docs/lifecycle.md).
     """
@@ -57,9 +58,10 @@ ReplayPolicy = Literal["exact", "cut"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """`snapshots` rows of `SnapshotLayout(schema).row_bytes` each, on the device or in pinned host
-    memory. `model_id` names the weights: prefixes of different models never match. With `events`
-    `KVCacheManager.take_events` says which blocks were stored and removed.
+    """`snapshots` rows of `SnapshotLayout(schema).row_bytes` each are kept `where` it says, on the
+    device or in pinned host memory, of the places that `policy` names. `model_id` names the
+    weights: prefixes of different models never match. With `events` `KVCacheManager.take_events`
+    says which blocks were stored and removed.
 
     `replay` says how a hit without a snapshot continues. "exact" runs window · layers tokens again,
     and what follows is a cold run's. "cut" is how DeepSeek serves V4.1: it runs one window of

@@ -26,8 +26,8 @@ class Quota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaUse:
-    """What a salt has now, and may have. `cached_bytes` of those on the device are in use by no
-    request, `pinned_bytes` of them stay until they are unpinned."""
+    """What a salt has now, `device_bytes`, and may have, its `quota`. `cached_bytes` of those on
+    the device are in use by no request, `pinned_bytes` of them stay until they are unpinned."""
 
     salt: str | None
     quota: Quota

@@ -45,7 +45,8 @@ LOGGER = logging.getLogger("dsv4.ray")
 ROUTER_S = 1.0  # that a choice may take; then Ray Serve chooses
 ROUTER_PAUSE_S = 2.0  # without asking a router that has not answered
 ADMISSION_S = 30.0  # that a request waits for a replica to accept it
-PAUSE_S = 0.1  # between two rounds over all replicas
+PAUSE_S = 0.1  # after a leg that broke
+MOST_FAILURES = 3  # legs that ended with an error of their replica, of one answer
 
 
 class Lost(Exception):
@@ -74,6 +75,7 @@ class Course:
     moved_s: float | None = None  # its newest token
     broken: bool = False  # since its newest token
     found: Found | None = None
+    failures: int = 0
 
     @property
     def data(self) -> Generation:
@@ -314,14 +316,15 @@ class RemoteRunner:
             await messages.aclose()
 
     def _require_other(self, course: Course, failure: Failure | None) -> None:
-        """Raises ApiError for what another replica would say too, and for a request that none has
-        accepted in time."""
+        """Raises ApiError for what another replica would say too, for an error that has come again
+        and again, and for a request that none has accepted in time."""
         if failure is None:
             return
+        course.failures += course.accepted.done() and failure.status == 500
         late = time.monotonic() - course.began_s > ADMISSION_S
         everywhere = len(course.avoided) + 1 >= self._options.decoders
         refused = not course.accepted.done() and (late or everywhere)
-        if failure.is_final or refused:
+        if failure.is_final or refused or course.failures >= MOST_FAILURES:
             raise failure.error()
 
     async def _hear(self, handle: DeploymentHandle[Any], ask: Ask) -> AsyncGenerator[Message, None]:
