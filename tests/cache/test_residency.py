@@ -23,7 +23,6 @@ from dsv4.errors import InvalidInput, OutOfBlocks, PoolTooSmall, RecoveryNeeded,
 from dsv4.model import ModelSpec
 from dsv4.reference import host_entries
 from dsv4.tiers.disk import DiskTier
-from dsv4.tiers.host import HostTier
 from tests.support.attending_model import AttendingModel
 from tests.support.faults import DeviceFault, Faults, Interrupts
 from tests.support.owned import owned_bytes
@@ -83,7 +82,6 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path):
         (APART, {"host_memory": enough - 1}, f"holds the entries of {BLOCKS - 1} blocks"),
         (APART, {"hot_rows": 1}, "hot_rows=1"),
         (APART, {"entry_rows": 7}, "entry_rows=7: the entries of 8 blocks"),
-        (APART, {"tiers": [HostTier(1 << 20)]}, "twice"),
     ]
     for schema, options, found in cases:
         with pytest.raises(InvalidInput, match=found):
