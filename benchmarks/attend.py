@@ -51,7 +51,9 @@ class Row:
     batches: tuple[int, ...] = BATCHES
     heads: int | None = None  # of a tensor-parallel rank; all of the model's if None
     all_heads_us: dict[int, float] = field(default_factory=dict)
-    whole: bool = False  # a query is never cut, so its bits depend on nothing else in the step
+    batch_invariant: bool = (
+        False  # a query is never cut, so its bits depend on nothing else in the step
+    )
 
     def spec(self) -> ModelSpec:
         model = ModelSpec.preset(self.model)
@@ -102,7 +104,7 @@ WHOLE = tuple(
     replace(
         row,
         name=f"{row.name} batch-invariant",
-        whole=True,
+        batch_invariant=True,
         batches=batches,
     )
     for row, batches in (
@@ -217,12 +219,12 @@ def make_inputs(
 
 
 def make_work(inputs: list[Inputs]) -> Work:
-    """The calls, and FlashMLA's arguments for the same work; for whole queries, also the usual
-    calls that cut them."""
+    """The calls, and FlashMLA's arguments for the same work; for batch-invariant queries, also the
+    usual calls that cut them."""
     shared = inputs[0].shared
     peers: dict[str, list[Call]] = {}
-    if shared.whole:
-        peers["not invariant"] = [partial(given.ours, whole=False) for given in inputs]
+    if shared.batch_invariant:
+        peers["not invariant"] = [partial(given.ours, batch_invariant=False) for given in inputs]
     else:
         for name, module in flash_mla_modules().items():
             peers[name] = [flash_mla_call(module, given.flash_mla_arguments()) for given in inputs]
@@ -279,7 +281,7 @@ class Shared:
     ratio: int
     visible: int
     sets: int
-    whole: bool
+    batch_invariant: bool
     moved_bytes: int
     tokens: Tensor
     request: Tensor
@@ -308,7 +310,7 @@ class Shared:
         rows = torch.arange(batch, dtype=torch.int32, device=device)
         last = torch.full_like(rows, row.context - 1)
         backend = load_backend("triton", torch.device(device))
-        sized = load_backend("triton", torch.device(device), batch_invariant=row.whole)
+        sized = load_backend("triton", torch.device(device), batch_invariant=row.batch_invariant)
         needed = sized.attend_workspace_bytes(batch, model=model, max_entries=row.listed or visible)
         return cls(
             backend=backend,
@@ -322,7 +324,7 @@ class Shared:
             ratio=ratio,
             visible=visible,
             sets=sets,
-            whole=row.whole,
+            batch_invariant=row.batch_invariant,
             moved_bytes=moved,
             tokens=torch.stack((rows, last, rows, torch.zeros_like(rows)), dim=1),
             request=torch.stack((rows, last, torch.ones_like(rows), rows), dim=1),
@@ -367,8 +369,10 @@ class Inputs:
             lse=torch.empty(batch, model.heads, device=device),
         )
 
-    def ours(self, *, turn_back: bool = True, whole: bool | None = None) -> None:
+    def ours(self, *, turn_back: bool = True, batch_invariant: bool | None = None) -> None:
         shared = self.shared
+        if batch_invariant is None:
+            batch_invariant = shared.batch_invariant
         shared.backend.attend(
             Attention(
                 q=self.q,
@@ -382,7 +386,7 @@ class Inputs:
                 lse=self.lse,
                 inverse_rope=shared.rope if turn_back else None,
                 workspace=shared.workspace,
-                whole=shared.whole if whole is None else whole,
+                batch_invariant=batch_invariant,
             )
         )
 

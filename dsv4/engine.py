@@ -216,8 +216,8 @@ class Engine:
     flight: Flight | None = field(default=None, init=False)
     steps: int = field(default=0, init=False)  # that were launched
     failures: int = field(default=0, init=False)  # in a row
-    # False inside a step, so also after one that was interrupted
-    _is_whole: bool = field(default=True, init=False)
+    # True inside a step, so also after one that was interrupted
+    _needs_mending: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Raises InvalidInput."""
@@ -305,11 +305,11 @@ class Engine:
         (which is raised), costs the running steps but no job: the next call cleans up after
         them."""
         try:
-            if not self._is_whole:
+            if self._needs_mending:
                 self.mend()
                 for job in self.jobs:  # of a step that ended between its tokens and its report
                     self._report(job)
-            self._is_whole = False
+            self._needs_mending = True
             self.end_jobs()
             self.admit()
             if not self.advance() and self.jobs:
@@ -320,7 +320,7 @@ class Engine:
             if self.failures > self.retries:
                 raise
             return True
-        self._is_whole, self.failures = True, 0
+        self._needs_mending, self.failures = False, 0
         return bool(self.jobs)
 
     # ---- in the order of a step
@@ -673,8 +673,8 @@ def _up_to_stop(chosen: list[int], job: Job) -> list[int]:
 
 def _checked(chosen: Any, rows: int) -> Tensor:
     """What `choose` has returned, except for its range, which only the device knows yet."""
-    is_whole = isinstance(chosen, Tensor) and not chosen.is_floating_point()
-    if not is_whole or tuple(chosen.shape) != (rows,) or chosen.dtype == torch.bool:
+    is_integer = isinstance(chosen, Tensor) and not chosen.is_floating_point()
+    if not is_integer or tuple(chosen.shape) != (rows,) or chosen.dtype == torch.bool:
         form = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else chosen
         raise InvalidInput(f"choose has returned {form}: return one token per row, int64 [{rows}]")
     found: Tensor = chosen

@@ -22,6 +22,7 @@ from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.requests import RequestTable
+from dsv4.cache.residency.host_rows import HostRows, SharedHostRows
 from dsv4.cache.residency.places import EntryPlaces, ResidentAllocator
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.residency.sizes import entry_sizes, needed_entry_rows, require_fits
@@ -71,8 +72,11 @@ def make_parts(
     pool = places = None
     if sizes is not None:
         backend.check_apart()
-        pool = HostPool(num_blocks, schema.entries_bytes, device)
-        places = EntryPlaces(num_blocks, sizes.rows)
+        pool = HostPool(sizes.host_rows, schema.entries_bytes, device)
+        hosts = HostRows(num_blocks)
+        if sizes.shared:
+            hosts = SharedHostRows(num_blocks, sizes.host_rows, pool.memory)
+        places = EntryPlaces(num_blocks, sizes.rows, hosts)
     table = RequestTable(
         schema,
         num_blocks=num_blocks,

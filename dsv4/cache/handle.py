@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import checks
-from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch
+from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch, BatchCaptures
 from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
@@ -144,7 +144,7 @@ class LayerCacheHandle(Uncopied):
         error call `fail`: a chunk is not appended again by any layer, as after a success.
         """
         batch = self.batch
-        if (
+        if (  # all false in the usual case, which makes no further calls
             batch is None
             or batch.done
             or batch.written.unfinished
@@ -154,15 +154,13 @@ class LayerCacheHandle(Uncopied):
         if type(weights) is not LayerWeights:
             checks.layer_weights(weights)
         projections = (c, z, index_c, index_z)
-        build = partial(self._append_calls, batch, weights, kv, projections)
-        if batch.captures is not None:  # which take what the calls are built from
-            for call in build():
-                call()
-            batch.captures.after_append(self.layer)
-        else:
+        if batch.captures is None:
+            build = partial(self._append_calls, batch, weights, kv, projections)
             given = (kv, *projections, *_tensors_of(weights))
             call_key = ("append", batch.sizes, batch.item_counts)
             self._repeated(batch, call_key, given, build, begin=True)
+        else:
+            self._append_captured(batch, batch.captures, weights, kv, projections)
         batch.written.note(self.layer)
 
     def _append_calls(
@@ -175,10 +173,24 @@ class LayerCacheHandle(Uncopied):
         window = self._window_write(batch, kv, weights)
         writes = self._compressor_writes(batch, weights, *projections)
         step = self._step_tensors(batch, weights)
-        batch.written.begin(self.layer)
-        if batch.captures is not None:
-            batch.captures.before_append(self.layer, writes)
         return [partial(self.backend.append, step, window, writes)]
+
+    def _append_captured(
+        self,
+        batch: Batch,
+        captures: BatchCaptures,
+        weights: LayerWeights,
+        kv: Tensor,
+        projections: tuple[Tensor | None, ...],
+    ) -> None:
+        """An append of which snapshots are taken, before it and after it."""
+        window = self._window_write(batch, kv, weights)
+        writes = self._compressor_writes(batch, weights, *projections)
+        step = self._step_tensors(batch, weights)
+        batch.written.begin(self.layer)
+        captures.before_append(self.layer, writes)
+        self.backend.append(step, window, writes)
+        captures.after_append(self.layer)
 
     def _repeated(
         self,
@@ -189,17 +201,19 @@ class LayerCacheHandle(Uncopied):
         *,
         begin: bool = False,
     ) -> None:
-        """Makes calls of the backend. `build` checks what was given and returns them; when a call
-        comes again with the same shapes, nothing is checked or built. `begin`: they write."""
+        """Makes calls of the backend. `build` checks what was given and returns them, and changes
+        nothing; when a call comes again with the same shapes, nothing is checked or built. `begin`:
+        they write."""
         key, known = self._repeats.find(call_key, given)
         tensors = [*filter(_is_given, given)]
         places = None if known is None else known.places(tensors)
-        if known is None or places is None:
-            self._repeats.make(key, tensors, build(), batch.tokens)
-            return
+        calls = build() if places is None else []
         if begin:
             batch.written.begin(self.layer)
-        known.run(places, tensors)
+        if known is None or places is None:
+            self._repeats.make(key, tensors, calls, batch.tokens)
+        else:
+            known.run(places, tensors)
 
     @in_turn
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:

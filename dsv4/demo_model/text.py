@@ -57,7 +57,8 @@ class Tokenizer:
         return {piece: token for token, piece in enumerate(self.pieces) if piece}
 
     @cached_property
-    def _longest(self) -> int:
+    def longest_token(self) -> int:
+        """No token stands for more bytes."""
         return max(map(len, self.pieces))
 
     def encode(self, text: str) -> list[int]:
@@ -65,7 +66,7 @@ class Tokenizer:
         # a lone surrogate has no UTF-8
         data, ids, first = text.encode("utf-8", "replace"), [], 0
         while first < len(data):
-            for end in range(min(first + self._longest, len(data)), first, -1):
+            for end in range(min(first + self.longest_token, len(data)), first, -1):
                 token = self._ids.get(data[first:end])
                 if token is not None:
                     ids.append(token)

@@ -135,7 +135,7 @@ class TritonBackend:
 
     def attend(self, call: Attention) -> None:
         if self._batch_invariant:
-            call = replace(call, whole=True)
+            call = replace(call, batch_invariant=True)
         _run(call, self._wide_attend, self._narrow_attend)
 
     def _narrow_attend(self, call: Attention) -> None:

@@ -362,8 +362,8 @@ class Attention:
     request see the window of its last token in the step; with `window_cut` (staged windows only)
     they see no row before the request's first token in the step.
 
-    With `whole` the operation is batch-invariant: a query's result is the same to the bit whatever
-    else is in the call, whether its window is staged or not.
+    With `batch_invariant` a query's result is the same to the bit whatever else is in the call,
+    whether its window is staged or not.
 
     The rest is for speed: `tokens_per_request` is the most tokens that one request has in the step,
     `max_visible` the most entries that a token sees, if that is known, and `decoded` contiguous
@@ -382,7 +382,7 @@ class Attention:
     inverse_rope: Tensor | None = None
     workspace: Tensor | None = None
     joint: bool = False
-    whole: bool = False
+    batch_invariant: bool = False
     tokens_per_request: int = 1
     max_visible: int | None = None
     decoded: Tensor | None = None

@@ -22,6 +22,7 @@ from dsv4.serve.answers import (
     require_model,
     sampling,
 )
+from dsv4.serve.bodies import BoundedRoute
 from dsv4.serve.failures import as_api_error
 from dsv4.serve.generation import Piece, Usage
 from dsv4.serve.models import Message
@@ -30,7 +31,7 @@ from dsv4.serve.state import Served
 
 
 def routes(state: Served) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BoundedRoute)
 
     @router.post("/v1/messages")
     async def messages(request: Request, body: MessagesRequest) -> Response:

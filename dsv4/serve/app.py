@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from dsv4 import __version__
@@ -24,6 +24,7 @@ from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.serve import anthropic, openai, page
 from dsv4.serve.failures import ApiError, handle
 from dsv4.serve.guard import Guard
+from dsv4.serve.live import WatchedStream
 from dsv4.serve.models import Room, ServedModel
 from dsv4.serve.options import EventOptions, ServerOptions
 from dsv4.serve.runner import Runner
@@ -127,10 +128,7 @@ def make_app(state: ServerState) -> Any:
         """The same, and then what changes: server-sent events."""
         if state.live.is_full:
             raise ApiError(429, "as many watch already as may", retry_after_s=10)
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(
-            state.live.watch(), headers=headers, media_type="text/event-stream"
-        )
+        return WatchedStream(state.live.watch())
 
     app.include_router(page.routes(state.model))
     return guarded(app, state.options)

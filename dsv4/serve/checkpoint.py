@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ class CheckpointTokenizer:
                 self._bytes.append(b"" if added[token].special else added[token].content.encode())
             else:
                 self._bytes.append(bytes(byte_of[letter] for letter in word or ""))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more bytes."""
+        return max(map(len, self._bytes))
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(

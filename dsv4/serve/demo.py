@@ -12,7 +12,7 @@ from dsv4.demo_model.cached import CachedModel
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.demo_model.text import Tokenizer
 from dsv4.errors import InvalidInput
-from dsv4.serve.models import Message, Opened, Room, open_cache
+from dsv4.serve.models import Message, Opened, Room, open_cache, require_may_fit
 
 
 class ServedDemo:
@@ -55,10 +55,12 @@ class ServedDemo:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Raises InvalidInput for tools, for options and for roles that it does not know."""
+        """Raises InvalidInput for tools, for options and for roles that it does not know;
+        ContextOverflow for what is far too long."""
         if tools or options:
             raise InvalidInput("the demo model's chat template has neither tools nor options")
         spoken = [{"role": m["role"], "content": m["content"] or ""} for m in messages]
+        require_may_fit("".join(m["content"] for m in spoken), self.tokenizer, self.max_context)
         return self.tokenizer.chat(spoken)
 
     def open(self, room: Room) -> Opened:

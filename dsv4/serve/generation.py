@@ -123,8 +123,10 @@ class Generation:
             return Piece(finish="stop", stopped_by=self.stopped_by, usage=usage)
         if job.error is not None:
             return Piece(finish="error", error=job.error, usage=usage)
-        text = self.held + self.stream.end()
-        self.held = ""
+        text = self._up_to_stop(self.stream.end())
+        if self.stopped_by is not None:
+            return Piece(text=text, finish="stop", stopped_by=self.stopped_by, usage=usage)
+        text, self.held = text + self.held, ""
         reason: FinishReason = "length"
         if job.cancelled and not job.is_complete:
             reason = "cancelled"

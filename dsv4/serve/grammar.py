@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.serve.models import Tokenizer
+
+MOST_COMPILED = 16  # schemas that are kept
 
 
 class _Words:
@@ -40,21 +43,25 @@ class Grammars:
         self._vocabulary, self._ends = tokenizer.vocabulary, tokenizer.end_tokens
         words: Any = llguidance.TokenizerWrapper(_Words(tokenizer))
         self._tokenizer = llguidance.LLTokenizer(words, n_vocab=tokenizer.vocabulary)
+        # one can take a second; `n` answers, and most clients' requests, have the same
+        self._compiled = lru_cache(MOST_COMPILED)(self._compile)
 
     def json(self, schema: Mapping[str, Any] | None) -> Grammar:
         """An answer that is JSON of a schema; an object if there is none. Raises InvalidInput for
         a schema that cannot be followed."""
-        wanted = {"type": "object"} if schema is None else schema
+        return self._compiled(json.dumps({"type": "object"} if schema is None else schema)).fresh()
+
+    def _compile(self, schema: str) -> Grammar:
         try:
             text = llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(wanted), overrides={"whitespace_flexible": False}
+                schema, overrides={"whitespace_flexible": False}
             )
         except ValueError as error:
             raise InvalidInput(f"the JSON schema cannot be followed: {error}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
             raise InvalidInput(f"the JSON schema cannot be followed: {_first_line(matcher)}")
-        return Grammar(matcher, self._vocabulary, self._ends, wanted)
+        return Grammar(matcher, self._vocabulary, self._ends, json.loads(schema))
 
 
 class Grammar:
@@ -69,6 +76,10 @@ class Grammar:
     ) -> None:
         self.schema = schema  # a grammar of the same schema, elsewhere, says the same
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
+
+    def fresh(self) -> Grammar:
+        """The same, from its beginning, for an answer of its own."""
+        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._ends, self.schema)
 
     def allowed(self) -> Tensor:
         """bool [vocabulary]; the end tokens once the answer may end. Raises InvalidInput."""

@@ -20,8 +20,12 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.engine import Job
+from dsv4.serve.failures import ApiError
 from dsv4.serve.generation import Generation
 from dsv4.serve.runner import Runner
 
@@ -32,6 +36,7 @@ MOST_TURNS = 64
 MOST_BLOCKS = 2048  # of a request, and of those with entries in host memory: as the page draws
 MOST_BEHIND = 32  # events that wait for a slow watcher; then it gets a whole snapshot instead
 MOST_WATCHERS = 16
+PATIENCE_S = 30.0  # that a watcher may read nothing
 
 
 class Live:
@@ -256,6 +261,25 @@ class Live:
     @property
     def is_full(self) -> bool:
         return len(self._watchers) >= MOST_WATCHERS
+
+
+class WatchedStream(StreamingResponse):
+    """Server-sent events as long as they are read. A client that reads nothing for `PATIENCE_S`
+    is cut off: there is room for `MOST_WATCHERS`, and this request has no limit of time."""
+
+    def __init__(self, events: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_soon(message: Message) -> None:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await send(message)
+            except TimeoutError:
+                raise ApiError(504, f"nothing was read for {PATIENCE_S:g} s") from None
+
+        await super().__call__(scope, receive, send_soon)
 
 
 class Watcher:

@@ -17,7 +17,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.schema import CacheSchema
 from dsv4.engine import Model, Padding
-from dsv4.errors import InvalidInput
+from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.tiers.tier import Tier
 
@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
     @property
     def end_tokens(self) -> frozenset[int]:
         """Each ends what the model says."""
+
+    @property
+    def longest_token(self) -> int:
+        """No token stands for more bytes."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a plain text. No text gives a special token, and none is added."""
@@ -126,6 +130,15 @@ def open_cache(schema: CacheSchema, room: Room, *, device: str = "cpu") -> KVCac
     return KVCacheManager(schema, num_blocks=blocks, **options)
 
 
+def require_may_fit(text: str, tokenizer: Tokenizer, max_context: int) -> None:
+    """For a text that is too long whatever its tokens are, before time is spent on finding them.
+    Raises ContextOverflow."""
+    least = -(-len(text) // tokenizer.longest_token)  # a character is a byte or more
+    if least > max_context:
+        note = "shorten the prompt (counted from its length: it may be even more)"
+        raise ContextOverflow(asked_tokens=least, max_context_tokens=max_context, note=note)
+
+
 # ---- tokens as text ------------------------------------------------------------------------------
 
 
@@ -156,6 +169,7 @@ class ByteTokenizer:
     ROLES = ("system", "user", "assistant", "tool")
     END = 256
     vocabulary = END + 1 + len(ROLES)
+    longest_token = 1
     end_tokens = frozenset({END})
 
     def encode(self, text: str) -> list[int]:

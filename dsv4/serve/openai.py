@@ -25,10 +25,11 @@ from dsv4.serve.answers import (
     sampling,
     total,
 )
+from dsv4.serve.bodies import BoundedRoute
 from dsv4.serve.failures import ApiError, as_api_error
 from dsv4.serve.generation import Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
-from dsv4.serve.models import Message, Tokenizer
+from dsv4.serve.models import Message, ServedModel, Tokenizer, require_may_fit
 from dsv4.serve.sampling import TokenLogprob
 from dsv4.serve.schemas import ChatMessage, ChatRequest, CompletionRequest, OpenAIFields
 from dsv4.serve.state import Served
@@ -38,7 +39,7 @@ CHOICES = 64  # of one request: prompts times n
 
 
 def routes(state: Served) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BoundedRoute)
 
     @router.get("/v1/models")
     async def models() -> JSONResponse:
@@ -93,11 +94,16 @@ def routes(state: Served) -> APIRouter:
 
 def _prompts(state: Served, prompt: str | Sequence[Any]) -> list[Sequence[int]]:
     if isinstance(prompt, str):
-        return [state.model.tokenizer.encode(prompt)]
+        return [_encoded(state.model, prompt)]
     if isinstance(prompt[0], int):
         return [[*prompt]]
-    encode = state.model.tokenizer.encode
-    return [encode(each) if isinstance(each, str) else each for each in prompt]
+    return [_encoded(state.model, each) if isinstance(each, str) else each for each in prompt]
+
+
+def _encoded(model: ServedModel, text: str) -> list[int]:
+    """Raises ContextOverflow."""
+    require_may_fit(text, model.tokenizer, model.max_context)
+    return model.tokenizer.encode(text)
 
 
 def _message(message: ChatMessage) -> Message:

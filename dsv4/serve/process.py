@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsv4.errors import InvalidInput
 from dsv4.serve import turns
 from dsv4.serve.app import make_app
+from dsv4.serve.failures import ApiError
 from dsv4.serve.state import ServerState
 
 LOGGER = logging.getLogger("dsv4.serve")
@@ -81,6 +83,25 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._idle_since_s = self.loop.time()
         self._check_later()
+
+    def send_400_response(self, msg: str) -> None:
+        """With a typed body, as all errors have. Once a response has begun there cannot
+        be another: the connection is cut."""
+        if self.cycle is not None:  # its request was broken off: an answer would not be read
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = json.dumps(ApiError(400, msg, code="invalid_http").body(anthropic=False)).encode()
+        length = str(len(body)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        head = h11.Response(
+            status_code=400, headers=[*headers, (b"connection", b"close")], reason=b"Bad Request"
+        )
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self._idle_since_s = self.loop.time()

@@ -14,8 +14,9 @@ import numpy as np
 from dsv4.errors import InvalidInput, require_count
 from dsv4.tiers.extents import Extent, Extents
 from dsv4.tiers.leaves import Leaves
+from dsv4.tiers.loan import Loan
 from dsv4.tiers.record import Key, Kind, Label, Parts, Record, Refusal, Region
-from dsv4.tiers.sizes import UNIT_BYTES
+from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
 from dsv4.units import format_bytes
 
@@ -26,16 +27,29 @@ PASSING = 8  # the part of the memory that may be cleared for records on their w
 @dataclass(slots=True, eq=False)
 class HostRow:
     """Memory of one record in a host tier. It stays as it is while it is held. A passing one is on
-    its way to somewhere else, and is not kept."""
+    its way to somewhere else, and is not kept. The last bytes of the payload may lie in a `loan`
+    that is not the tier's memory; `payload` are the others."""
 
     label: Label
     parts: Parts
     extents: tuple[Extent, ...]
+    payload: tuple[memoryview, ...]
+    loan: Loan | None = None
     holds: int = 1
     published: bool = False
     passing: bool = False
     # keeps the block before it until its own record is held, which then keeps that block
     leans: bool = False
+
+    @property
+    def units(self) -> int:
+        """Of the tier's memory."""
+        return sum(count for _, count in self.extents)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the payload, in the tier's memory."""
+        return sum(piece.nbytes for piece in self.payload)
 
     @property
     def record(self) -> Record:
@@ -74,6 +88,8 @@ class HostTier(QueuedTier):
         self._lost: dict[Key, None] = {}
         self._passing_units = 0
         self._unpin: weakref.finalize[[], HostTier] | None = None
+        self._users = weakref.WeakSet[object]()  # managers' ways to this tier
+        self._is_shared = True  # between all of them; otherwise one has it alone
 
     @property
     def region(self) -> Region:
@@ -91,11 +107,36 @@ class HostTier(QueuedTier):
             self._unpin = weakref.finalize(self, pin(self._memory))
             self._at_end(self._unpin)
 
+    def open_for(self, owner: object, *, alone: bool) -> None:
+        """A manager uses this tier. One whose records have loans in its own memory has the tier
+        `alone`, and blocks that are there from before are forgotten. Raises InvalidInput if another
+        one uses it that is still there."""
+        with self._lock:
+            if len(self._users) and (alone or not self._is_shared):
+                raise InvalidInput(
+                    "a manager with host_memory keeps a part of what its host tier has in that "
+                    "memory, so no other manager can use the tier: give each one its own"
+                )
+            if alone or not self._is_shared:
+                self._drop([key for key in self._rows if key.kind is Kind.BLOCK])
+            self._users.add(owner)
+            self._is_shared = not alone
+
+    def close_for(self, owner: object) -> None:
+        """It does not use the tier any more. Blocks with loans in its memory are forgotten."""
+        with self._lock:
+            self._users.discard(owner)
+            if not self._is_shared:
+                self._drop([key for key in self._rows if key.kind is Kind.BLOCK])
+                self._is_shared = True
+
     # ---- rows ------------------------------------------------------------------------------------
 
-    def take(self, label: Label, *, passing: bool = True) -> HostRow | None:
+    def take(
+        self, label: Label, *, passing: bool = True, loan: Loan | None = None
+    ) -> HostRow | None:
         """A row for a record that is not there yet, held once and not visible to others. None if
-        the record is there, or everything else is held.
+        the record is there, or everything else is held. The end of the payload lies in the `loan`.
 
         A block that could not be reached, because the one before it had to go or found no room, is
         not kept: its row passes, and `publish` does nothing. None unless `passing` is wanted.
@@ -103,7 +144,8 @@ class HostTier(QueuedTier):
         with self._lock:
             if self._closed or label.key in self._rows:
                 return None
-            units = label.padded_bytes // UNIT_BYTES
+            own_bytes = label.payload_bytes - (0 if loan is None else loan.memory.nbytes)
+            units = padded(HEADER_BYTES + own_bytes) // UNIT_BYTES
             extents = None if self.is_lost(label) else self._room_beside(units, label)
             passes = extents is None
             if passes:
@@ -120,8 +162,13 @@ class HostTier(QueuedTier):
             else:
                 self._lost.pop(label.key, None)
                 self._rows.lean(label.leans_on)
-            parts = Parts.of_units(whole, label.payload_bytes)
-            return HostRow(label, parts, extents, passing=passes, leans=not passes)
+            parts = own = Parts.of_units(whole, own_bytes)
+            if loan is not None:
+                loan.taken = True
+                parts = Parts(header=own.header, payload=(*own.payload, loan.memory))
+            return HostRow(
+                label, parts, extents, own.payload, loan, passing=passes, leans=not passes
+            )
 
     def publish(self, row: HostRow) -> bool:
         """Makes a row visible, unless it is passing. Its header must be in place. It stays held.
@@ -130,7 +177,7 @@ class HostTier(QueuedTier):
             key = row.label.key
             if not (row.passing or row.published or key in self._rows):
                 row.published = True
-                self._rows.add(row.label, row.label.padded_bytes, row)
+                self._rows.add(row.label, row.units * UNIT_BYTES, row)
                 self._report((key,), there=True)
                 self._lean_no_more(row)
             # if another thread was first, this row goes when it is released
@@ -160,9 +207,52 @@ class HostTier(QueuedTier):
                 self._rows.queue(row.label.key)
                 return
             self._lean_no_more(row)
-            self._extents.give(row.extents)
+            self._free(row)
             if row.passing:
-                self._passing_units -= row.label.padded_bytes // UNIT_BYTES
+                self._passing_units -= row.units
+
+    def _free(self, row: HostRow) -> None:
+        self._extents.give(row.extents)
+        if row.loan is not None:
+            row.loan.give_back()
+
+    def take_loan(self, label: Label, loan: Loan) -> None:
+        """The same bytes lie here too: a record that is not held has its end here from now on."""
+        with self._lock:
+            entry = self._rows.get(label.key)
+            row = None if entry is None else entry.value
+            if row is None or row.holds or row.loan is None or row.loan.row == loan.row:
+                return
+            loan.taken = True
+            row.loan.give_back()
+            row.loan = loan
+            row.parts = Parts(header=row.parts.header, payload=(*row.payload, loan.memory))
+
+    def drop_loan(self) -> bool:
+        """Removes the record that was used longest ago, of those whose loan nothing else needs, and
+        what leans on it. Returns whether there was one."""
+        passed: list[Key] = []
+
+        def may_go(row: HostRow) -> bool:
+            loan = row.loan
+            if loan is None:  # in the way of a block, or not
+                before = self._rows.get(row.label.leans_on)
+                loan = None if before is None else before.value.loan
+            if not row.holds and loan is not None and not loan.is_needed:
+                return True
+            passed.append(row.label.key)
+            return False
+
+        with self._lock:
+            try:
+                while (entry := self._rows.pop(may_go)) is not None:
+                    self._remove(entry.value)
+                    if entry.value.loan is not None:
+                        return True
+                return False
+            finally:
+                for key in passed:
+                    self._rows.queue(key)
 
     def _lean_no_more(self, row: HostRow) -> None:
         if row.leans:
@@ -237,10 +327,14 @@ class HostTier(QueuedTier):
             entry = self._rows.pop(lambda row: not row.holds)
             if entry is None:
                 break
-            self._lose(entry.key)
-            self._report((entry.key,), there=False)
-            self._give_back(entry.value)
+            self._remove(entry.value)
         return extents
+
+    def _remove(self, row: HostRow) -> None:
+        """A record that has to make room."""
+        self._lose(row.label.key)
+        self._report((row.label.key,), there=False)
+        self._give_back(row)
 
     def _forget(self, key: Key) -> None:
         entry = self._rows.remove(key)
@@ -251,7 +345,7 @@ class HostTier(QueuedTier):
     def _give_back(self, row: HostRow) -> None:
         row.published = False
         if not row.holds:
-            self._extents.give(row.extents)
+            self._free(row)
 
     # ---- as a tier -------------------------------------------------------------------------------
 

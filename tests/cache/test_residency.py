@@ -18,11 +18,11 @@ from dsv4.cache.requests import Request
 from dsv4.cache.residency import pool as pools
 from dsv4.cache.residency.places import EntryPlaces
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.transfers.copies import Mark
 from dsv4.errors import InvalidInput, OutOfBlocks, PoolTooSmall, RecoveryNeeded, SchemaMismatch
 from dsv4.model import ModelSpec
 from dsv4.reference import host_entries
 from dsv4.tiers.disk import DiskTier
-from dsv4.tiers.host import HostTier
 from tests.support.attending_model import AttendingModel
 from tests.support.faults import DeviceFault, Faults, Interrupts
 from tests.support.owned import owned_bytes
@@ -82,7 +82,6 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path):
         (APART, {"host_memory": enough - 1}, f"holds the entries of {BLOCKS - 1} blocks"),
         (APART, {"hot_rows": 1}, "hot_rows=1"),
         (APART, {"entry_rows": 7}, "entry_rows=7: the entries of 8 blocks"),
-        (APART, {"tiers": [HostTier(1 << 20)]}, "twice"),
     ]
     for schema, options, found in cases:
         with pytest.raises(InvalidInput, match=found):
@@ -461,6 +460,76 @@ def test_blocks_whose_copies_fail_stay_on_the_device_until_they_can_be_copied(
     found = run(manager, request, 1500)
     assert torch.equal(torch.cat(found), expected(length, 1500))
     assert manager.stats().residency.copies_failed > 0  # type: ignore[union-attr]
+
+
+class Late(Mark):
+    """A copy that runs until somebody says that it is over. `waited` counts the streams that were
+    made to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over, self.waited = False, 0
+
+    @property
+    def passed(self) -> bool:
+        return self.is_over
+
+    def hold_back(self) -> None:
+        self.waited += 1
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+def running_late(manager: KVCacheManager, patch: pytest.MonkeyPatch) -> list[tuple[Late, int]]:
+    """From now on copies to host memory run until they are waited for. Each with how many blocks
+    it is of."""
+    copies, begun = residency(manager)._copies, list[tuple[Late, int]]()
+    down = copies.down
+
+    def late(rows: Any) -> Late:
+        found = [*rows]
+        down(found)
+        begun.append((Late(), len(found)))
+        return begun[-1][0]
+
+    patch.setattr(copies, "down", late)
+    return begun
+
+
+def test_a_block_is_copied_once_however_long_that_takes(monkeypatch: pytest.MonkeyPatch):
+    """A second copy would read the row after the first one has let the block leave."""
+    manager = made(prefix=PrefixOptions(policy=zero(), snapshots=4, model_id="x"))
+    begun = running_late(manager, monkeypatch)
+    request = manager.admit_request(IDS[:256])
+    run(manager, request, 256)
+    again = manager.admit_request(IDS[:300])
+    assert again.reused_tokens == 256
+    assert len(again.resume.replay) > 128
+    run(manager, again, 256, chunk=40)
+    assert sum(count for _, count in begun) == 2
+
+
+def test_whoever_reads_what_counts_as_copied_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    """Rows are short, so blocks leave before their copies are over. A step on another stream waits
+    too, and so does what is loaded into the host memory of a block that is free again."""
+    manager = made()
+    begun = running_late(manager, monkeypatch)
+    request = manager.admit_request(IDS[:1500])
+    run(manager, request, 1300, chunk=256)
+    held = residency(manager)
+    assert held.places.left > 0
+    mark = held._early
+    assert mark in [each for each, _ in begun]
+    before = mark.waited
+    manager.extend(request, 100)
+    run(manager, request, 1303, chunk=1)
+    assert mark.waited >= before + 3
+    held.target_of(0)
+    assert mark.is_over
+    run(manager, request, 1304, chunk=1)
+    assert held._early is not mark
+    assert torch.equal(torch.cat(run(manager, request, 1320, chunk=1)), expected(1304, 1320))
 
 
 NIGHTLY = [

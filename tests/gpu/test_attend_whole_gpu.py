@@ -57,14 +57,14 @@ def elements(step: Step) -> int:
 
 def whole_call(step: Step) -> Attention:
     workspace = torch.empty(elements(step), device="meta")
-    return replace(step.call(out=step.q, lse=step.q), whole=True, workspace=workspace)
+    return replace(step.call(out=step.q, lse=step.q), batch_invariant=True, workspace=workspace)
 
 
 def one(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
     """One program per query."""
 
     def attend(call: Attention) -> None:
-        hopper.attend(replace(call, whole=True))
+        hopper.attend(replace(call, batch_invariant=True))
 
     return step.run(attend, turn=turn, workspace=torch.zeros(hopper.PARTS_START, device=DEVICE))
 
@@ -77,7 +77,7 @@ def two(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
     workspace[end:] = GUARD
 
     def attend(call: Attention) -> None:
-        call = replace(call, whole=True)
+        call = replace(call, batch_invariant=True)
         assert attend_whole.supports(call)
         attend_whole.attend(call)
 
@@ -166,7 +166,7 @@ def test_tokens_may_lie_apart() -> None:
         q=q[:, :64],
         inverse_rope=step.rope,
         workspace=workspace,
-        whole=True,
+        batch_invariant=True,
     )
     attend_whole.attend(call)
     live = step.tokens[:, 0] >= 0
@@ -188,7 +188,7 @@ def test_a_replayed_graph_gives_the_bits_of_an_eager_launch() -> None:
     workspace = torch.zeros(elements(step), device=DEVICE)
 
     def attend(call: Attention) -> None:
-        attend_whole.attend(replace(call, whole=True))
+        attend_whole.attend(replace(call, batch_invariant=True))
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -155,7 +155,7 @@ def test_whole_queries_are_not_cut() -> None:
     long = {"kind": "hca", "ratio": 128, "page_rows": 1, "max_entries": 8_192}
     for tokens, shape in ((1, {}), (16, {}), (64, {}), (1, long), (64, long)):
         step = v4_step(tokens, **shape)
-        call = replace(step.call(out=step.q, lse=step.q), whole=True)
+        call = replace(step.call(out=step.q, lse=step.q), batch_invariant=True)
         assert kernel.supports(call)
         assert kernel.attend_launch(call, programs=PROCESSORS).grid == (tokens, 1, 1)
         assert not wide.supports(replace(call, tokens_per_request=64))

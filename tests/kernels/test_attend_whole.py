@@ -36,7 +36,7 @@ def whole(tokens: int, **shape: int) -> Attention:
     step = v4_step(tokens, **shape)
     elements = kernel.workspace_elements(tokens, 64, *CSA, PROCESSORS)
     workspace = torch.empty(elements, device="meta")
-    return replace(step.call(out=step.q, lse=step.q), whole=True, workspace=workspace)
+    return replace(step.call(out=step.q, lse=step.q), batch_invariant=True, workspace=workspace)
 
 
 def test_few_queries_are_shared_out_and_many_are_not() -> None:
@@ -74,7 +74,7 @@ def test_two_launches_for_few_whole_queries() -> None:
     assert (weights.grid, sums.grid) == ((4, 20), (4, 16))
     assert kernel.attend_launches(whole(16), programs=PROCESSORS)[1].grid == (16, 8)
     assert kernel.attend_launches(whole(32), programs=PROCESSORS)[1].grid == (32, 4)
-    assert not kernel.supports(replace(call, whole=False))
+    assert not kernel.supports(replace(call, batch_invariant=False))
     assert not kernel.supports(whole(64))
     assert not kernel.supports(whole(4, width=256))
 

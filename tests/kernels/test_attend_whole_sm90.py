@@ -70,7 +70,7 @@ def call(model: str, heads: int, layer: int, tokens: int, chunk: bool) -> Attent
     made = hopper.call(model, heads, layer, tokens, chunk, max_context=MAX_CONTEXT)
     shape = tokens, heads, made.window.window, made.max_entries
     workspace = empty(kernel.workspace_elements(*shape, PROCESSORS))
-    return replace(made, whole=True, workspace=workspace)
+    return replace(made, batch_invariant=True, workspace=workspace)
 
 
 def launch(case: str) -> Launch:

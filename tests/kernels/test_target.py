@@ -210,7 +210,9 @@ def test_a_batch_invariant_backend_asks_for_whole_queries(monkeypatch: pytest.Mo
     seen: list[bool] = []
     for wanted in (False, True):
         made = TritonBackend(GPU, batch_invariant=wanted)
-        kernel = SimpleNamespace(supports=lambda _: True, attend=lambda c: seen.append(c.whole))
+        kernel = SimpleNamespace(
+            supports=lambda _: True, attend=lambda c: seen.append(c.batch_invariant)
+        )
         assert made._attend is not None
         made._attend.module, made._wide_attend = kernel, None
         made.attend(call)

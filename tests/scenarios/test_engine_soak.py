@@ -111,10 +111,12 @@ class Soak:
             draw.choice(engine.jobs).cancelled = True
         if draw.random() < 0.02:
             self.beginnings[draw.randrange(3)] = self.text(draw.randint(5, 60))
-        if engine._is_whole and draw.random() < 0.05:
+        if not engine._needs_mending and draw.random() < 0.05:
             with suppress(InvalidInput):  # not cached, or no longer
                 self.pins.append(engine.manager.pin(draw.choice(self.beginnings)))
-        while self.pins and (len(self.pins) > 2 or draw.random() < 0.1) and engine._is_whole:
+        while (
+            self.pins and (len(self.pins) > 2 or draw.random() < 0.1) and not engine._needs_mending
+        ):
             engine.manager.unpin(self.pins.pop(draw.randrange(len(self.pins))))
 
     def step(self) -> None:
@@ -133,7 +135,7 @@ class Soak:
                 counts["interrupts"] += 1
         else:
             self.engine.step()
-        if self.engine._is_whole:
+        if not self.engine._needs_mending:
             self.engine.manager.check_invariants()
 
     # ---- in the end

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
 
-from dsv4.serve.live import MOST_BEHIND, RATE_HZ, Watcher
+import pytest
+
+from dsv4.serve.failures import ApiError
+from dsv4.serve.live import MOST_BEHIND, RATE_HZ, WatchedStream, Watcher
 from tests.serve.serving import WAIT_S, Running
 
 ASK = {"model": "stand-in", "temperature": 0, "ignore_eos": True}
@@ -98,6 +102,28 @@ def test_a_watcher_that_does_not_read_costs_bounded_memory(server: Running) -> N
     watcher.clear()
     assert not watcher.lost
     assert watcher.queue.empty()
+
+
+def test_a_watcher_that_reads_nothing_for_long_is_cut_off(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a few of them would keep all others from watching, for ever."""
+    live = server.state.live
+
+    async def watch() -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(WAIT_S)
+
+        async def send(_: Any) -> None:
+            if live._watchers:
+                await asyncio.sleep(WAIT_S)  # the client's buffers are full
+
+        await WatchedStream(live.watch())({"type": "http"}, receive, send)
+
+    monkeypatch.setattr("dsv4.serve.live.PATIENCE_S", 0.05)
+    with pytest.raises(ApiError, match=r"nothing was read for 0\.05 s"):
+        asyncio.run(watch())
+    assert not live._watchers
 
 
 def test_events_are_bounded_however_fast_turns_end(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -102,6 +103,32 @@ def test_two_tabs_share_what_both_begin_with(demo: Running, browser, tmp_path: P
     assert errors == []
     wide = second.evaluate("document.documentElement.scrollWidth")
     assert wide <= 390  # a phone scrolls in one direction
+
+
+def test_a_new_conversation_forgets_an_answer_that_still_comes(demo: Running, browser):
+    """Nothing of it is in the next prompt, and what was never answered is not asked again."""
+    tab, sent = browser.new_page(), []
+    tab.on("request", lambda asked: sent.append(asked.post_data))
+    tab.goto(demo.url)
+    playwright.expect(tab.locator("#send")).to_be_enabled(timeout=MOST_MS)
+    tab.uncheck("#introduction")
+    for way in ("anew", "stop"):
+        tab.fill("#prompt", f"What is a snapshot? ({way})")
+        tab.press("#prompt", "Enter")
+        tab.click(f"#{way}")
+        playwright.expect(tab.locator("#send")).to_be_enabled(timeout=MOST_MS)
+    tab.click("#anew")
+    tab.fill("#prompt", "What is a block?")
+    tab.press("#prompt", "Enter")
+    said = tab.locator("#messages .assistant")
+    playwright.expect(said).to_contain_text("A block is the unit", timeout=MOST_MS)
+    bodies = [json.loads(body)["messages"] for body in sent if body]
+    assert len(bodies) == 3
+    assert bodies[1:] == [
+        [{"role": "user", "content": text}]
+        for text in ("What is a snapshot? (stop)", "What is a block?")
+    ]
+    tab.close()
 
 
 def test_a_key_is_asked_for(browser):

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from dsv4.errors import RecoveryNeeded
 from dsv4.serve import process
+from dsv4.serve.bodies import MOST_PARTS, STRING, brackets, count_parts
 from dsv4.serve.models import StandIn
 from dsv4.serve.runner import ShuttingDown, Timing
 from dsv4.serve.schemas import ChatRequest, CompletionRequest, MessagesRequest
@@ -34,12 +35,13 @@ def lives(server: Running) -> None:
     server.engine.manager.check_invariants()
 
 
-def raw(server: Running, data: bytes) -> bytes:
-    """Sends bytes, and reads what comes until the server closes."""
+def raw(server: Running, data: bytes, *, ends: bool = True) -> bytes:
+    """Sends bytes and their end, and reads what comes until the server closes."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
         found = b""
         while part := connection.recv(65536):
             found += part
@@ -118,6 +120,48 @@ def test_a_client_that_sends_no_request_is_cut_off(
     lives(server)
 
 
+def test_a_body_of_very_many_parts_is_refused_before_it_is_parsed(server: Running) -> None:
+    """Parsing 8 MiB of them would keep all streams waiting for seconds. Brackets of a text are no
+    parts, and a text cannot hide any."""
+    chat = {"model": "stand-in", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    with server.http() as client:
+        for part in ("[]", "{}", '{"a":[]}'):
+            parts = ",".join([part] * MOST_PARTS)
+            body = f'{{"metadata": {{"\\"": "\\\\", "a": [{parts}]}}, {json.dumps(chat)[1:]}'
+            assert json.loads(body)["metadata"]
+            found = client.post(PATHS[1], content=body, headers=JSON)
+            assert found.status_code == 400
+            assert f"at most {MOST_PARTS} may be asked" in found.json()["error"]["message"]
+            hidden = client.post(PATHS[1], content=body.encode("utf-16"), headers=JSON)
+            assert hidden.status_code == 400
+            assert "not UTF-8" in hidden.json()["error"]["message"]
+        text = '[{"' * 2 * MOST_PARTS
+        found = client.post(PATHS[1], json={**chat, "metadata": {"a": text}})
+        assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_a_body_are_counted_as_json_has_them(seed: int) -> None:
+    draw = random.Random(seed)
+
+    def value(depth: int) -> Any:
+        if depth == 0 or draw.random() < 0.2:
+            return draw.choice([1, None, '"', "\\", "[{", '\\"[', "é", "\ud83d", ""])
+        inner = [value(depth - 1) for _ in range(draw.randrange(4))]
+        return inner if draw.random() < 0.5 else {f'"{n}[': each for n, each in enumerate(inner)}
+
+    def parts(found: Any) -> int:
+        if isinstance(found, dict):
+            return 1 + sum(map(parts, found.values()))
+        return 1 + sum(map(parts, found)) if isinstance(found, list) else 0
+
+    whole = [value(6) for _ in range(9)]
+    body = json.dumps(whole).encode()
+    assert brackets(STRING.sub(b"", body)) == parts(whole) <= count_parts(body)
+    cut = body[: draw.randrange(len(body))]  # one that ends in a string: no part is counted twice
+    assert brackets(STRING.sub(b"", cut)) <= parts(whole)
+
+
 def test_a_body_must_say_that_it_is_json(server: Running) -> None:
     """Else a page of another site could send one without asking."""
     with server.http() as client:
@@ -140,8 +184,28 @@ def test_floods_of_headers_and_broken_requests(server: Running) -> None:
             answer = raw(server, data)
         except OSError:
             continue  # cut off while it was still sending
-        assert not answer or b" 4" in answer.split(b"\r\n")[0]
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert not answer or b" 4" in head.split(b"\r\n")[0]
+        assert not answer or json.loads(body)["error"]["message"]
     lives(server)
+
+
+def test_what_is_no_http_is_answered_once(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A broken body ends the request that it belongs to; one after a request, the connection."""
+    line = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = json.dumps({**ASK, "stream": True}).encode()
+    for data, answers in (
+        (line + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\nzzz\r\n', [b"400"]),
+        (line + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", [b"400"]),
+        (line + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"\0\r\n\r\n", [b"200", b"400"]),
+    ):
+        found = raw(server, data, ends=False)
+        assert [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]] == answers
+        assert json.loads(found.rpartition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    lives(server)
+    assert "Exception in ASGI" not in caplog.text
 
 
 def random_body(draw: random.Random) -> Any:

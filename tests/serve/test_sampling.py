@@ -193,6 +193,23 @@ def test_json_mode_gives_json_of_the_schema(server: Running, temperature: float)
     assert 0 <= answer["blocks"] <= 99
 
 
+def test_answers_to_one_schema_do_not_disturb_each_other(server: Running) -> None:
+    """It is compiled once; each answer is at its own place in it."""
+    schema = {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "minItems": 3, "maxItems": 3}
+    found = server.openai().chat.completions.create(
+        model="stand-in",
+        messages=[{"role": "user", "content": "several"}],
+        temperature=3,
+        seed=1,
+        n=6,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    )
+    answers = [json.loads(choice.message.content) for choice in found.choices]
+    assert all(len(answer) == 3 and {*answer} <= {"a", "bb", "ccc"} for answer in answers)
+    assert len({*map(tuple, answers)}) > 1
+
+
 @pytest.mark.parametrize(
     ("schema", "says"),
     [

@@ -20,17 +20,23 @@ from dsv4.ops.calls import EntrySource, HotRows, Resolving, Staging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySizes:
-    """`rows` of entries on the device for blocks, and what each slot has for hot ones."""
+    """`rows` of entries on the device for blocks, and what each slot has for hot ones. `host_rows`
+    in host memory: as many as blocks, of which each has its own, unless they are `shared` with a
+    host tier."""
 
     rows: int
     layout: HotLayout
+    host_rows: int = 0
+    shared: bool = False
 
 
 class EntriesMemory:
     """Allocated once, never moved. `arena` has the rows of blocks, then the hot rows of each slot.
     `table` int32 [max_requests, blocks per request] has the row of a block, or -1 where its entries
-    are only in host memory. `hot` are the hot rows of each layer that owns entries, views of the
-    tensors here; `counted` int64 [layers, 3] are their counts."""
+    are only in host memory; `tables` is it and, where host memory is shared with a tier, a second
+    one that has the row there (otherwise that is the block's number). `hot` are the hot rows of
+    each layer that owns entries, views of the tensors here; `counted` int64 [layers, 3] are their
+    counts."""
 
     def __init__(
         self, schema: CacheSchema, sizes: EntrySizes, *, max_requests: int, device: torch.device
@@ -45,6 +51,9 @@ class EntriesMemory:
 
         pages = layout.pages
         self.table = made(schema.max_blocks_per_request, torch.int32, -1)
+        self.tables: tuple[Tensor, ...] = (self.table,)
+        if sizes.shared:
+            self.tables += (made(schema.max_blocks_per_request, torch.int32, -1),)
         records = sum(layout.records(page) for page in pages)
         self.place = made(sum(layout.entries(page) for page in pages), torch.int16, -1)
         self.entry_of, self.used = made(records, torch.int32, -1), made(records, torch.int32, 0)
@@ -75,7 +84,7 @@ class EntriesMemory:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (
-            *(self.arena.bytes, self.table, self.place, self.entry_of, self.used),
+            *(self.arena.bytes, *self.tables, self.place, self.entry_of, self.used),
             *(self.clock, self.hand, self.counted),
         )
 
@@ -122,7 +131,9 @@ class LaneEntries:
         self, memory: EntriesMemory, block_table: Tensor, pool: HostPool | None, *, max_tokens: int
     ) -> None:
         schema, device = memory.schema, block_table.device
-        self._memory, self._block_table = memory, block_table
+        self._memory = memory
+        # of each block of a request: its row in host memory
+        self._host_table = memory.tables[1] if len(memory.tables) > 1 else block_table
         self._host = None if pool is None else pool.bytes
         requests, top_k = block_table.shape[0], schema.model.index_topk
         self._rows = torch.empty(max_tokens * top_k, dtype=torch.int32, device=device)
@@ -159,7 +170,7 @@ class LaneEntries:
             tokens=batch.tokens,
             batch=batch.request_rows,
             entries=source,
-            block_table=self._block_table,
+            block_table=self._host_table,
             host=self._host,
             hot=self._memory.hot[source.page.layer],
             rows=rows,
@@ -208,7 +219,7 @@ class LaneEntries:
         return Staging(
             batch=rows,
             entries=source,
-            block_table=self._block_table,
+            block_table=self._host_table,
             host=self._host,
             staged=staged,
         )

@@ -7,7 +7,7 @@ Torch-free.
     no           yes      in host memory only
     no           no       nowhere: the block is free, or nothing of it is written
 
-In host memory a block has the row of its own id, so only the device's rows are given out here.
+Here the device's rows are given out, in `host_rows.py` those of host memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from itertools import islice
 import numpy as np
 
 from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.residency.host_rows import NO_ROW, HostRows
 from dsv4.errors import Dsv4Error
 
-NO_ROW = -1
 PASSED_OVER = 64  # blocks in use that are passed over, at most, while blocks in no use leave
 
 
@@ -30,8 +30,9 @@ class EntryPlaces:
     blocks leave. An open block may be written by a step: it neither leaves nor is in host
     memory."""
 
-    def __init__(self, blocks: int, rows: int) -> None:
+    def __init__(self, blocks: int, rows: int, hosts: HostRows | None = None) -> None:
         self.rows = rows
+        self.hosts = HostRows(blocks) if hosts is None else hosts
         self.row_of = np.full(blocks, NO_ROW, dtype=np.int32)
         self.in_host = np.zeros(blocks, dtype=np.bool_)
         # how often the entries of a block have become others: copies of earlier ones are void
@@ -72,6 +73,7 @@ class EntryPlaces:
         """A step may write the block: what host memory has of it is void."""
         self.in_host[block_id] = False
         self.versions[block_id] += 1
+        self.hosts.part(block_id)
 
     def arrive(self, block_id: int, version: int) -> bool:
         """A copy of this version of the block has reached host memory. Returns whether the block
@@ -146,10 +148,14 @@ class EntryPlaces:
         self.versions[others] += 1
         taken = {int(self.row_of[block_id]) for block_id in self._order}
         self._free = sorted(set(range(self.rows)).difference(taken), reverse=True)
+        self.hosts.rebuild(self.in_host.nonzero()[0].tolist())
 
     def check_invariants(self, held: Collection[int]) -> None:
         """Every row has one block or is free; only blocks that something holds have one, or are in
-        host memory. Raises Dsv4Error otherwise."""
+        host memory, and those have a row there. Raises Dsv4Error otherwise."""
+        self.hosts.check_invariants()
+        if bool((self.hosts.row_of[self.in_host] == NO_ROW).any()):
+            raise Dsv4Error("entries are in host memory, but in no row of it")
         taken = [int(self.row_of[block_id]) for block_id in self._order]
         if sorted(taken + self._free) != list(range(self.rows)):
             raise Dsv4Error("rows of entries are lost or doubled: free and taken do not add up")

@@ -1,4 +1,4 @@
-"""Entries of all blocks in host memory: one row each, in the form of the device's rows."""
+"""Entries of blocks in host memory: one row each, in the form of the device's rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dsv4.units import format_bytes
 
 
 class HostPool:
-    """uint8 [blocks, row_bytes] in host memory; row b belongs to block b. Where the device is a GPU
-    it is pinned: kernels read it, and copies run in the background.
+    """uint8 [rows, row_bytes] in host memory. Where the device is a GPU it is pinned: kernels read
+    it, and copies run in the background.
 
     Raises InvalidInput if the system does not give or pin this much memory.
     """
@@ -49,6 +49,10 @@ class HostPool:
                 ) from error
             # the driver must forget the memory before the system does, when the process ends too
             weakref.finalize(self, unpin)
+
+    def piece(self, row: int) -> memoryview:
+        width = self.bytes.shape[1]
+        return self.memory[row * width : (row + 1) * width]
 
     def memory_bytes(self) -> int:
         return self.bytes.numel()

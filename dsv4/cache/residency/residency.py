@@ -27,7 +27,8 @@ from dsv4.cache.memory import CacheMemory, Lane
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
-from dsv4.cache.residency.places import NO_ROW, EntryPlaces
+from dsv4.cache.residency.host_rows import NO_ROW, SharedHostRows
+from dsv4.cache.residency.places import EntryPlaces
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.stats import LayerFetches, ResidencyStats
 from dsv4.cache.step.shape import StepTokens
@@ -79,15 +80,19 @@ class Residency:
         self._open_plans = open_plans
         self._before_reuse = before_reuse  # makes what comes next wait for copies to tiers
         self._block_tokens = schema.block_tokens
-        self.places = places
+        self.places, self._hosts = places, places.hosts
         self._copies = Copies(memory.device, pool.memory)
-        self._flat_table = entries.table.view(-1)
-        self._unsent: dict[int, int] = {}  # rows that the device's table does not have yet
+        if isinstance(places.hosts, SharedHostRows):
+            places.hosts.make_mark = self._make_mark
+        # rows that the device's tables do not have yet: on the device, and in host memory
+        self._unsent: dict[int, tuple[int, int]] = {}
         # tokens of each slot's request between which its blocks are open
         self._open_from = np.zeros(table.max_requests, dtype=np.int64)
         self._open_until = np.zeros(table.max_requests, dtype=np.int64)
         self._queue: deque[tuple[int, int]] = deque()  # complete blocks to copy, with versions
+        self._asked = np.full_like(places.versions, -1)  # of each block the version queued last
         self._copying: deque[tuple[Mark, list[tuple[int, int]]]] = deque()
+        self._early: Mark | None = None  # of copies that count as arrived, and may still be running
         self._copied = self._failed = 0
         lanes = len(memory.lanes)
         step_rows = -(-memory.buffers.max_tokens // schema.block_tokens)
@@ -128,7 +133,7 @@ class Residency:
         short = count + spared - places.free
         if short <= 0:
             return
-        self._pump()
+        self.pump()
         guarding = self._guarding(before)
         references = self._table.allocator.references
 
@@ -185,7 +190,7 @@ class Residency:
         if self._table.allocator.references(block_id):
             for request in self._table.live.values():
                 if request.block_ids[depth : depth + 1] == [block_id]:
-                    self._unsent[request.slot * most + depth] = NO_ROW
+                    self._unsent[request.slot * most + depth] = (NO_ROW, self._host_row(block_id))
         self.places.leave(block_id)
         self.places.left += 1
 
@@ -199,11 +204,13 @@ class Residency:
         known = self.places.row_of[list(block_ids)].astype(np.int32)
         if rows:
             known[-len(rows) :] = rows
-        host = torch.from_numpy(known)
-        if self._memory.device.type == "cuda":
-            host = host.pin_memory()
-        row = self._entries.table[slot, first : first + len(block_ids)]
-        row.copy_(host, non_blocking=True)
+        in_host = self._hosts.row_of[list(block_ids)]
+        for table, numbers in zip(self._entries.tables, (known, in_host), strict=False):
+            host = torch.from_numpy(numbers)
+            if self._memory.device.type == "cuda":
+                host = host.pin_memory()
+            row = table[slot, first : first + len(block_ids)]
+            row.copy_(host, non_blocking=True)
         most = self._table.schema.max_blocks_per_request
         for at in [*self._unsent]:
             if slot * most + first <= at < slot * most + first + len(block_ids):
@@ -215,11 +222,14 @@ class Residency:
             return
         pinned = self._memory.device.type == "cuda"
         at = torch.tensor([*self._unsent], dtype=torch.int64, pin_memory=pinned)
-        rows = torch.tensor([*self._unsent.values()], dtype=torch.int32, pin_memory=pinned)
         device = self._memory.device
-        self._flat_table.index_copy_(
-            0, at.to(device, non_blocking=True), rows.to(device, non_blocking=True)
-        )
+        for table, numbers in zip(
+            self._entries.tables, zip(*self._unsent.values(), strict=True), strict=False
+        ):
+            rows = torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
+            table.view(-1).index_copy_(
+                0, at.to(device, non_blocking=True), rows.to(device, non_blocking=True)
+            )
         self._unsent.clear()
 
     # ---- requests ------------------------------------------------------------------------------
@@ -263,7 +273,7 @@ class Residency:
         """The device's table of a request may have been changed: it has its own blocks again."""
         most = self._table.schema.max_blocks_per_request
         for depth, block_id in enumerate(request.block_ids[first : first + count], first):
-            self._unsent[request.slot * most + depth] = int(self.places.row_of[block_id])
+            self._unsent[request.slot * most + depth] = self._rows_of(block_id)
 
     def copy_block(self, source: int, rows: Sequence[int]) -> None:
         """Copies the entries of a block into rows that were lent."""
@@ -281,7 +291,7 @@ class Residency:
         if row != NO_ROW:
             return self._entries.arena.bytes[row]
         self._hold_back()
-        return self._pool.bytes[block_id]
+        return self._pool.bytes[self._host_row(block_id)]
 
     def block_of(self, block_id: int) -> tuple[Tensor, Tensor]:
         """Where the bytes of a block are: what stays, and the entries."""
@@ -290,10 +300,10 @@ class Residency:
     def target_of(self, block_id: int) -> tuple[Tensor, Tensor]:
         """Where the bytes of a block in flight arrive: what stays, and the entries, for which host
         memory is enough. If they do not arrive, the block is free again, and all is forgotten."""
-        for mark, _ in self._copying:  # of what the block was before
+        for mark in self._running():  # of what the block was before
             mark.wait()
         self.places.in_host[block_id] = True
-        return self._memory.block_arena.bytes[block_id], self._pool.bytes[block_id]
+        return self._memory.block_arena.bytes[block_id], self._pool.bytes[self._host_row(block_id)]
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -301,6 +311,9 @@ class Residency:
         """Rows for all blocks that a step may write and that have none, for `place_step` or
         `cancel_step`. Raises OutOfBlocks."""
         self._entries.forget_lost()  # a replayed graph does not ask
+        if self._early is not None:  # the step may run on another stream than the one that waits
+            self._early.hold_back()
+            self._early = None if self._early.passed else self._early
         slots, block_tokens = step.shape.slots, self._block_tokens
         lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
             slots, axis=1
@@ -330,20 +343,20 @@ class Residency:
     def place_step(self, taken: StepEntries) -> None:
         """The step is planned, and its requests have all their blocks: these get the rows, on the
         device first."""
-        most, updates = self._table.schema.max_blocks_per_request, dict[int, int]()
+        most, updates = self._table.schema.max_blocks_per_request, dict[int, tuple[int, int]]()
         for request, _, first in taken.before:
             if request.published_blocks > first:
                 for depth, block_id in enumerate(request.block_ids[first:], first):
-                    updates[request.slot * most + depth] = int(self.places.row_of[block_id])
+                    updates[request.slot * most + depth] = self._rows_of(block_id)
         for (request, depth, is_begun), row in zip(taken.needing, taken.rows, strict=True):
             taken.at.append(request.slot * most + depth)
-            updates[taken.at[-1]] = row
+            updates[taken.at[-1]] = (row, NO_ROW)
             if is_begun:  # what is written of it has left the device
                 block_id = request.block_ids[depth]
                 assert self.places.in_host[block_id], "written entries are nowhere"
                 self._hold_back()
                 target = self._entries.arena.bytes[row]
-                target.copy_(self._pool.bytes[block_id], non_blocking=True)
+                target.copy_(self._pool.bytes[self._host_row(block_id)], non_blocking=True)
         self._unsent |= updates
         self._send()
         for (request, depth, _), row in zip(taken.needing, taken.rows, strict=True):
@@ -356,7 +369,7 @@ class Residency:
 
     def cancel_step(self, taken: StepEntries) -> None:
         """Gives back everything that was taken for a step."""
-        self._unsent |= dict.fromkeys(taken.at, NO_ROW)
+        self._unsent |= dict.fromkeys(taken.at, (NO_ROW, NO_ROW))
         self.places.give(taken.rows)
 
     def stage(self, batch: Batch, lane: Lane) -> None:
@@ -385,10 +398,10 @@ class Residency:
             last = max(request.length, request.reused_tokens) // block_tokens
             for block_id in request.block_ids[first:last]:
                 if not places.in_host[block_id] and places.row_of[block_id] != NO_ROW:
-                    self._queue.append((block_id, int(places.versions[block_id])))
+                    self._ask_for_copy(block_id)
             if last > first and self._open_until[request.slot]:
                 self._open_from[request.slot] = last * block_tokens
-        self._pump()
+        self.pump()
         self.note_end(plan)
 
     def note_end(self, plan: ForwardPlan) -> None:
@@ -411,7 +424,14 @@ class Residency:
 
     # ---- copies to host memory -------------------------------------------------------------------
 
-    def _pump(self, most: int = MOST_COPYING) -> None:
+    def _ask_for_copy(self, block_id: int) -> None:
+        """Once: the block may leave when one copy has arrived, and another would read its row."""
+        version = int(self.places.versions[block_id])
+        if self._asked[block_id] != version:
+            self._asked[block_id] = version
+            self._queue.append((block_id, version))
+
+    def pump(self, most: int = MOST_COPYING) -> None:
         """Notes copies that have arrived, and begins others."""
         while self._copying and self._copying[0][0].passed:
             for block_id, version in self._copying.popleft()[1]:
@@ -422,15 +442,20 @@ class Residency:
             block_id, version = self._queue.popleft()
             if self.places.versions[block_id] == version:
                 batch.append((block_id, version))
+        # those without a row of host memory wait until a tier needs fewer
+        homeless = [each for each in batch if not self._hosts.take(each[0])]
+        if homeless:
+            self._queue.extendleft(reversed(homeless))
+            batch = [each for each in batch if each not in homeless]
         if batch:
             self._copy_down(batch)
 
     def _copy_down(self, blocks: list[tuple[int, int]]) -> None:
         arena, row_of = self._entries.arena.bytes, self.places.row_of
         try:
-            mark = self._copies.down(
-                [(arena[int(row_of[b])], Row((self._host_row(b),))) for b, _ in blocks]
-            )
+            targets = [Row((self._pool.piece(self._host_row(b)),)) for b, _ in blocks]
+            sources = [arena[int(row_of[b])] for b, _ in blocks]
+            mark = self._copies.down(zip(sources, targets, strict=True))
         except RuntimeError as error:
             LOGGER.warning("%d blocks are not in host memory yet: %s", len(blocks), error)
             self._failed += len(blocks)
@@ -443,29 +468,41 @@ class Residency:
         else:
             self._copying.append((mark, blocks))
 
-    def _host_row(self, block_id: int) -> memoryview:
-        width = self._pool.bytes.shape[1]
-        return self._pool.memory[block_id * width : (block_id + 1) * width]
+    def _host_row(self, block_id: int) -> int:
+        return int(self._hosts.row_of[block_id])
+
+    def _rows_of(self, block_id: int) -> tuple[int, int]:
+        return int(self.places.row_of[block_id]), self._host_row(block_id)
+
+    def _make_mark(self) -> Mark:
+        """What the device does now with host memory, in whatever stream, is over when it has
+        passed."""
+        self._hold_back()
+        return self._copies.mark()
 
     def _finish_copies(self) -> None:
         """Begins all copies, and makes what comes next on the current stream wait for them; the
         host does not wait. Then their blocks may leave."""
-        self._pump(most=len(self._queue) + MOST_COPYING)
+        self.pump(most=len(self._queue) + MOST_COPYING)
         self._hold_back()
         while self._copying:
-            for block_id, version in self._copying.popleft()[1]:
+            self._early, blocks = self._copying.popleft()
+            for block_id, version in blocks:
                 self._copied += self.places.arrive(block_id, version)
 
     def _hold_back(self) -> None:
-        """Makes what comes next on the current stream wait for the copies that are running."""
-        if self._copying:
-            self._copying[-1][0].hold_back()
+        """What comes next on the current stream waits for the copies that are running."""
+        for mark in self._running()[-1:]:
+            mark.hold_back()
+
+    def _running(self) -> list[Mark]:
+        """Copies to host memory that may be running, in their order."""
+        if self._early is not None and self._early.passed:
+            self._early = None
+        early = [] if self._early is None else [self._early]
+        return [*early, *(mark for mark, _ in self._copying)]
 
     # ---- looking ---------------------------------------------------------------------------------
-
-    def memory_bytes(self) -> int:
-        """Bytes of entries in host memory."""
-        return self._pool.memory_bytes()
 
     def stats(self) -> ResidencyStats:
         places = self.places
@@ -500,7 +537,9 @@ class Residency:
         records are forgotten; copies begin again."""
         self._copies.finish()
         self._copying.clear()
+        self._early = None
         self._queue.clear()
+        self._asked.fill(-1)
         self._unsent.clear()
         cached = [node.block_id for node in nodes]
         ends: dict[Request, int] = {}
@@ -521,13 +560,13 @@ class Residency:
         self.places.rebuild(kept)
         for block_id in self.places.with_rows():
             if block_id in complete and not self.places.in_host[block_id]:
-                self._queue.append((block_id, int(self.places.versions[block_id])))
+                self._ask_for_copy(block_id)
         for slot in range(self._table.max_requests):
             self._entries.forget_hot(slot)
         for request in self._table.live.values():
             if request.published_blocks:
                 self.publish(request.slot, 0, request.block_ids[: request.published_blocks])
-        self._pump()
+        self.pump()
 
     def check_invariants(self) -> None:
         """Every row has one owner, and every block whose entries are written has them somewhere.

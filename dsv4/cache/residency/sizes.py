@@ -21,7 +21,8 @@ def entry_sizes(
     schema: CacheSchema, options: ManagerOptions, *, num_blocks: int, max_requests: int
 ) -> EntrySizes | None:
     """What the device has for entries; None where they are not kept apart. Raises InvalidInput."""
-    if host_bytes(options) is None:
+    host_memory = host_bytes(options)
+    if host_memory is None:
         return None
     layout = HotLayout(schema, options["hot_rows"])
     least = min(num_blocks, needed_entry_rows(schema, options, max_requests=max_requests))
@@ -32,7 +33,14 @@ def entry_sizes(
             f"device, for what steps of {options['max_step_tokens']} tokens write and for the "
             f"unfinished blocks of {max_requests} requests: give at least as many, or leave it out"
         )
-    return EntrySizes(rows=rows, layout=layout)
+    shared = has_host_tier(options)
+    host_rows = host_memory // schema.entries_bytes if shared else num_blocks
+    return EntrySizes(rows=rows, layout=layout, host_rows=host_rows, shared=shared)
+
+
+def has_host_tier(options: ManagerOptions) -> bool:
+    """Whether host memory is for blocks that were evicted too."""
+    return any(each.__class__.__name__ == "HostTier" for each in options["tiers"])
 
 
 def require_fits(schema: CacheSchema, options: ManagerOptions, *, num_blocks: int) -> None:
@@ -54,11 +62,6 @@ def require_fits(schema: CacheSchema, options: ManagerOptions, *, num_blocks: in
         raise InvalidInput(
             "a hand-off reads entries from the device, and with host_memory they may be elsewhere: "
             "leave one of them out (docs/residency.md)"
-        )
-    if any(each.__class__.__name__ == "HostTier" for each in options["tiers"]):
-        raise InvalidInput(
-            "a host tier and host_memory would keep the same entries twice: leave the tier out, "
-            "or host_memory; tiers below, like a disk, go with both (docs/residency.md)"
         )
     needed = num_blocks * schema.entries_bytes
     if needed > host_memory:

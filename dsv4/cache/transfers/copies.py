@@ -1,16 +1,21 @@
-"""Copies rows of the device to host memory and back, in the background."""
+"""Copies rows of the device to host memory and back, in the background; where those of blocks
+are."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dsv4.tiers.record import Parts, address
+from dsv4.tiers.record import address
+
+if TYPE_CHECKING:
+    from dsv4.tiers.host import HostTier
+    from dsv4.tiers.loan import Loan
 
 # copies that are begun together, and the driver's call for it
 AT_ONCE = 32
@@ -88,6 +93,8 @@ class Copies:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
             for row, host in rows:
+                if row.device.type == "cpu":  # torch copies within the host at once
+                    self._down.synchronize()
                 host.copy_(row, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._down)
@@ -97,7 +104,7 @@ class Copies:
         """Host memory that a GPU can copy to directly."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=self._down is not None)
 
-    def up(self, rows: Iterable[tuple[Rows, Parts]]) -> Mark:
+    def up(self, rows: Iterable[tuple[Rows, HasPayload]]) -> Mark:
         """Copies payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
@@ -208,3 +215,55 @@ def _begin(driver: Any, stream: int, copies: list[tuple[int, int, int]]) -> None
     for target, source, count in copies:
         if code := driver.cuMemcpyAsync(target, source, count, stream):
             raise RuntimeError(f"CUDA error {code}: {count} bytes cannot be copied")
+
+
+class Landing(Protocol):
+    """A block in flight the end of whose record stays where it arrives, in host memory."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there may be memory for it soon."""
+
+    def lend(self) -> Loan | None:
+        """Memory for the end of a record that is brought from below; None if there is none now."""
+
+    def take_over(self, loan: Loan) -> None:
+        """A record is there, and what is not its loan is about to be copied."""
+
+    def whole(self) -> Rows | None:
+        """Where a record without a loan arrives; None without memory for it."""
+
+
+class BlockMemory:
+    """Blocks that are one row of the device each."""
+
+    shares = False  # whether records of blocks have loans
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def share(self, host: HostTier) -> tuple[memoryview, ...]:
+        """Records of this tier may have their loans in memory of blocks, which is returned."""
+        return ()
+
+    def whole(self, block_id: int) -> Rows:
+        """All bytes of a block."""
+        return self._rows[block_id]
+
+    def source(self, block_id: int) -> Rows | None:
+        """What must be copied for a record of the block; None if it has to wait."""
+        return self.whole(block_id)
+
+    def loan(self, block_id: int) -> Loan | None:
+        """The rest of the record, in memory where it is already."""
+        return None
+
+    def target(self, block_id: int) -> Rows:
+        """Where what is copied for a record arrives."""
+        return self.whole(block_id)
+
+    def landing(self, block_id: int) -> Landing | None:
+        return None
+
+    def pump(self) -> None:
+        """Advances what `source` waits for."""

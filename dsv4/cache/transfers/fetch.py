@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from dsv4.cache.allocator import Asker
 from dsv4.cache.polled import Polled
@@ -29,15 +28,13 @@ from dsv4.cache.prefix.resume import replay_start
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import RequestTable
 from dsv4.cache.transfers.aside import Asked, cancel, progress_of
+from dsv4.cache.transfers.copies import BlockMemory
 from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.loading import Incoming, Loading, Source, Stage
 from dsv4.cache.transfers.offload import Route
 from dsv4.tiers.host import HostRow
 from dsv4.tiers.record import Kind, Label
 from dsv4.tiers.tier import DONE, Ticket
-
-if TYPE_CHECKING:
-    from dsv4.cache.transfers.copies import Rows
 
 LOGGER = logging.getLogger("dsv4.tiers")
 
@@ -92,11 +89,11 @@ class Fetches:
         prefix: PrefixCache,
         table: RequestTable,
         labels: Labels,
-        target_of: Callable[[int], Rows],
+        blocks: BlockMemory,
     ) -> None:
         self.route, self.open = route, route.open
         self._prefix, self._table, self._labels = prefix, table, labels
-        self._target_of = target_of  # of a block: where its bytes arrive
+        self._blocks = blocks
         self._block_tokens = prefix.schema.block_tokens
         self.tokens = self.started = self.cancelled = 0
 
@@ -178,7 +175,8 @@ class Fetches:
             fetch.block_ids = reserved.block_ids
             fetch.block_ids = self._table.supply.settle_in_flight(reserved)
         for item, block_id in zip(found, fetch.block_ids, strict=False):
-            item.target = self._target_of(block_id)
+            item.landing = self._blocks.landing(block_id)
+            item.target = self._blocks.target(block_id)
         return found[:count]
 
     def _take_row(self, fetch: Fetch, item: Incoming) -> bool:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from itertools import takewhile
 
 from dsv4.cache.transfers.aside import Aside, Asked, cancel, progress_of
-from dsv4.cache.transfers.copies import Mark, Rows
+from dsv4.cache.transfers.copies import HasPayload, Landing, Mark, Rows
 from dsv4.cache.transfers.offload import Route
 from dsv4.cache.transfers.worker import Checked
 from dsv4.tiers.host import HostRow, HostTier
@@ -34,11 +34,13 @@ class Stage(Enum):
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One record on its way. `target` is a row on the device; a state has none, because it is
-    needed on the host. `sources` have yet to be tried; `source` is the last that was."""
+    needed on the host. With a `landing` the end of the record stays in host memory. `sources` have
+    yet to be tried; `source` is the last that was."""
 
     label: Label
     sources: list[Source]
     target: Rows | None = None
+    landing: Landing | None = None
     stage: Stage = Stage.WAITING
     row: HostRow | None = None
     source: Source | None = None
@@ -134,6 +136,7 @@ class Loading:
             source = self._find(item)
             if source is None:
                 waits = not self.is_settled or bool(begun) or self._route.is_shared
+                waits = waits or (item.landing is not None and item.landing.waits)
                 if not (item.sources and waits):
                     item.stage = Stage.LOST
                 break
@@ -149,12 +152,20 @@ class Loading:
         """Host memory for a record and the tier that fills it (None if the host tier has it
         already). None if no tier is left, or no memory."""
         if item.row is None and item.sources:
-            item.row = self._host.take(item.label)
+            item.row = self._take(item)
             if item.row is not None:
                 return item.sources.pop(0)
             if self._route.host_is_tier:  # it may have been put there meanwhile
                 (item.row,) = self._host.hold([item.label])
         return None if item.row is None else self._host
+
+    def _take(self, item: Incoming) -> HostRow | None:
+        loan = None
+        if item.landing is not None:
+            loan = item.landing.lend()
+            if loan is None:
+                return None
+        return self._host.take(item.label, loan=loan)
 
     def _load(self, tier: Source, items: Sequence[Incoming]) -> None:
         rows = [item.row for item in items if item.row is not None]
@@ -223,11 +234,18 @@ class Loading:
 
     def _copy(self) -> None:
         items = [item for item in self._items if item.stage is Stage.LOADED]
-        rows = [(item.target, item.row.parts) for item in items if item.row is not None]
+        rows = list[tuple[Rows, HasPayload]]()
+        for item in items:
+            target = self._landed(item)
+            if target is None:
+                self._lose(item)
+            elif item.row is not None:
+                rows.append((target, item.row))
+        items = [item for item in items if item.stage is not Stage.LOST]
         if not items:
             return
         try:
-            mark = self._route.copies.up([(row, parts) for row, parts in rows if row is not None])
+            mark = self._route.copies.up(rows)
         except RuntimeError as error:
             LOGGER.warning("%d records stay where they are: %s", len(items), error)
             self._route.copies.finish()  # some may be running
@@ -237,9 +255,19 @@ class Loading:
         for item in items:
             item.stage = Stage.COPYING
             self._route.records += 1
-            self._route.bytes += item.label.payload_bytes
+            self._route.bytes += 0 if item.row is None else item.row.own_bytes
         self._copies.append((mark, items))
         self._end_copy(mark, items)
+
+    @staticmethod
+    def _landed(item: Incoming) -> Rows | None:
+        """Where what the tier itself has of a record goes."""
+        if item.landing is None or item.row is None:
+            return item.target
+        if item.row.loan is None:
+            return item.landing.whole()
+        item.landing.take_over(item.row.loan)
+        return item.target
 
     def _end_copy(self, mark: Mark, items: Sequence[Incoming]) -> None:
         if not mark.passed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request
 from dsv4.cache.state import copy_payload
 from dsv4.cache.transfers.aside import Aside
-from dsv4.cache.transfers.copies import Copies, Mark, Rows
+from dsv4.cache.transfers.copies import BlockMemory, Copies, Mark, Rows
 from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.worker import CopyBatch, Outgoing, Worker
 from dsv4.tiers.host import HostRow, HostTier
@@ -71,12 +71,12 @@ class Offload(Observer):
         *,
         prefix: PrefixCache,
         labels: Labels,
-        block_of: Callable[[int], Rows],
+        blocks: BlockMemory,
         slot_arena: Tensor,
     ) -> None:
         self._route, self._host, self._worker = route, route.host, route.worker
         self._prefix, self._labels = prefix, labels
-        self._block_of, self._slot_arena = block_of, slot_arena  # where a block's bytes are
+        self._blocks, self._slot_arena = blocks, slot_arena
         self.outbox: deque[NewlyCached] = deque()
         self._begun: list[Outgoing] = []  # host rows that no batch has yet
         self._batches: list[CopyBatch] = []  # the oldest first
@@ -101,6 +101,7 @@ class Offload(Observer):
     def pump(self) -> None:
         """Advances what is on its way down: after each step, and with each call of tiers."""
         self._note_stored()
+        self._blocks.pump()
         while self._batches and self._batches[0].mark.passed:
             self._send(self._batches.pop(0))
         most = MOST_WAITING if self._worker.takes_more else 0
@@ -115,9 +116,10 @@ class Offload(Observer):
         rows: list[tuple[Rows, Outgoing]] = []
         self._begun = []
         while self.outbox and self._copying + len(rows) < MOST_COPYING:
-            source = self._source(self.outbox[0])
-            if source is None:  # evicted before its turn
+            if not self._is_there(self.outbox[0]):  # evicted before its turn
                 self._dropped += 1
+            elif (source := self._source(self.outbox[0])) is None:
+                break
             elif (record := self._take_row(self.outbox[0])) is not None:
                 rows.append((source, record))
             elif self._will_have_room(self.outbox[0], is_first=not rows):
@@ -128,7 +130,12 @@ class Offload(Observer):
 
     def _take_row(self, new: NewlyCached) -> Outgoing | None:
         """Host memory for a record; None if there is none now, or the record exists already."""
-        row = self._host.take(self._labels.of_cached(new), passing=self._route.has_below)
+        row, loan = None, None
+        if self._blocks.shares and not new.is_snapshot:
+            loan = self._blocks.loan(new.node.block_id)
+        if loan is not None or not self._blocks.shares or new.is_snapshot:
+            label = self._labels.of_cached(new)
+            row = self._host.take(label, passing=self._route.has_below, loan=loan)
         if row is None:
             return None
         self._begun.append(Outgoing(row))
@@ -140,6 +147,10 @@ class Offload(Observer):
         route, label = self._route, self._labels.of_cached(new)
         if route.host_is_tier and self._host.holds(label.key):
             new.node.stored = new.node.stored or not new.is_snapshot
+            if self._blocks.shares and not new.is_snapshot:
+                loan = self._blocks.loan(new.node.block_id)
+                if loan is not None:  # computed again: one of two equal rows is enough
+                    self._host.take_loan(label, loan)
             return False
         is_wanted = route.has_below or not self._host.is_lost(label)
         is_busy = not is_first or self._copying > 0 or not self._worker.idle or bool(route.open)
@@ -152,13 +163,13 @@ class Offload(Observer):
         """Starts to copy rows of the device into host rows, which the worker gets afterwards."""
         records = [record for _, record in rows]
         try:
-            mark = self._route.copies.down([(source, each.row.parts) for source, each in rows])
+            mark = self._route.copies.down([(source, each.row) for source, each in rows])
         except RuntimeError as error:
             LOGGER.warning("%d records are not kept: %s", len(records), error)
             self._fail(records)
             return
         self._newest = mark
-        payload_bytes = sum(record.row.label.payload_bytes for record in records)
+        payload_bytes = sum(record.row.own_bytes for record in records)
         self._note_copying(CopyBatch(mark, records), payload_bytes)
         if mark.passed and len(self._batches) == 1:
             self._send(self._batches.pop())
@@ -185,14 +196,18 @@ class Offload(Observer):
         self._copying -= len(batch.records)
         self._worker.send(batch.records)
 
+    def _is_there(self, new: NewlyCached) -> bool:
+        """Whether a record's bytes are still cached."""
+        if self._prefix.index.get(new.node.digest) is not new.node:
+            return False
+        return new.node.snapshot is not None or not new.is_snapshot
+
     def _source(self, new: NewlyCached) -> Rows | None:
-        """Where a record's bytes are on the device, if they still are."""
-        node = new.node
-        if self._prefix.index.get(node.digest) is not node:
-            return None
+        """What is to be copied for a record; None if it has to wait."""
         if not new.is_snapshot:
-            return self._block_of(node.block_id)
-        return None if node.snapshot is None else self._prefix.pool.bytes[node.snapshot]
+            return self._blocks.source(new.node.block_id)
+        assert new.node.snapshot is not None
+        return self._prefix.pool.bytes[new.node.snapshot]
 
     def _note_stored(self) -> None:
         stored = self._worker.stored
@@ -278,7 +293,7 @@ class Offload(Observer):
             rows = [(self._slot_arena[request.slot], slot)]
             if length % schema.block_tokens:
                 block_id = request.block_ids[length // schema.block_tokens]
-                found, at = self._block_of(block_id), 0
+                found, at = self._blocks.whole(block_id), 0
                 for part in found if isinstance(found, tuple) else (found,):
                     rows.append((part, block[at : at + part.numel()]))
                     at += part.numel()

@@ -16,6 +16,7 @@ from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.requests import Condition, Request
+from dsv4.cache.residency.records import blocks_of
 from dsv4.cache.stats import TransferStats
 from dsv4.cache.transfers.aside import Aside
 from dsv4.cache.transfers.copies import Copies
@@ -25,7 +26,7 @@ from dsv4.cache.transfers.offload import Offload, Route, Suspended
 from dsv4.cache.transfers.worker import Worker
 from dsv4.errors import InvalidInput, RecoveryNeeded, ThreadError, require_timeout
 from dsv4.tiers.host import HostRow, HostTier
-from dsv4.tiers.record import Kind
+from dsv4.tiers.record import Kind, Region
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 from dsv4.tiers.tier import Tier, TierStats
 
@@ -58,6 +59,8 @@ class Tiers:
         self.labels = Labels(prefix.schema, prefix.options.secret())
         hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
         self.host = hosts[0] if hosts else _staging(self.labels)
+        shares = manager._residency is not None and bool(hosts)
+        self.host.open_for(self, alone=shares)
         if manager.device.type == "cuda":
             self.host.pin()
         below = [tier for tier in self._tiers if tier is not self.host]
@@ -74,20 +77,23 @@ class Tiers:
             notices=prefix.notices,
         )
         residency = manager._residency
-        block_arena, slot_arena = manager.block_arena.bytes, manager.slot_arena.bytes
+        blocks = blocks_of(manager.block_arena.bytes, residency)
+        for memory in blocks.share(self.host):
+            for tier in below:
+                tier.register(Region(name="entries", memory=memory))
         self.offload = Offload(
             self.route,
             prefix=prefix,
             labels=self.labels,
-            block_of=block_arena.__getitem__ if residency is None else residency.block_of,
-            slot_arena=slot_arena,
+            blocks=blocks,
+            slot_arena=manager.slot_arena.bytes,
         )
         self.fetches = Fetches(
             self.route,
             prefix=prefix,
             table=manager.table,
             labels=self.labels,
-            target_of=block_arena.__getitem__ if residency is None else residency.target_of,
+            blocks=blocks,
         )
         self._suspended = self._resumed = 0
         prefix.notices.observe(self.offload)
@@ -172,6 +178,7 @@ class Tiers:
         self._drain(timeout_s)
         self.route.tiers = ()
         self.route.worker.close(max(0.0, until - time.monotonic()))
+        self.host.close_for(self)
         if not self.route.host_is_tier:
             self.host.close(max(0.0, until - time.monotonic()))
 

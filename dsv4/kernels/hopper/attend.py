@@ -198,7 +198,7 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
     query is split. Raises InvalidInput for a workspace that is too small."""
     count, heads, _ = call.q.shape
     splits, slices = 1, 1
-    if not call.whole:
+    if not call.batch_invariant:
         splits, slices = shares(count, heads, call.window.window, call.max_entries, programs)
     items = count * head_blocks(heads)
     needed = PARTS_START + items * splits * PART_ELEMENTS if splits > 1 else 0
@@ -240,7 +240,7 @@ def constants_of(call: Attention, *, splits: int = 1, slices: int = 1) -> Hopper
         DATA_STRIDE=source.page.data_stride_bytes,
         SCALE_STRIDE=source.page.scale_stride_bytes,
         ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
-        WHOLE=call.whole,
+        WHOLE=call.batch_invariant,
         SPLIT=splits > 1,
         SLICES=slices,
         PARTS=parts,

@@ -170,7 +170,7 @@ def supports(call: Attention) -> bool:
     """Whether these are queries that attend.py would not cut, and two launches are faster. Where
     the workspace has no room for their tiles, a single launch runs."""
     count, heads, _ = call.q.shape
-    if not call.whole or not narrow.supports(call):
+    if not call.batch_invariant or not narrow.supports(call):
         return False
     window, entries = call.window.window, call.max_entries
     needed = PARTS_START + count * head_blocks(heads) * tiles_of(window, entries) * TILE_ELEMENTS

@@ -175,7 +175,7 @@ def supports(call: Attention) -> bool:
         not call.window.staged
         or call.joint
         or call.window_cut
-        or call.whole  # tiles of 32 keys give other sums
+        or call.batch_invariant  # tiles of 32 keys give other sums
         or call.tokens_per_request < MIN_TOKENS
         or call.q.shape[2] != WIDTH
         or call.window.window % TILE_KEYS

@@ -4,7 +4,7 @@ const $ = (id) => document.getElementById(id);
 const LIT_MS = 2500; // how long a reused block stays lit
 const MOST_DRAWN = 2048; // blocks; more are counted, not drawn
 const MOST_TURNS = 12;
-const conversation = [];
+let conversation = []; // replaced, not emptied: an answer that still comes belongs to the old one
 let session = newSession();
 let introduction = [], key = "", model = "", state = null, running = null, litUntil = new Map(), known = new Set();
 
@@ -71,19 +71,20 @@ function message(role, text) {
 }
 
 async function send(text) {
-  conversation.push({ role: "user", content: text });
+  const turns = conversation;
+  turns.push({ role: "user", content: text });
   message("user", text);
   const { item, body } = message("assistant", "");
   running = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
   item.setAttribute("aria-busy", "true");
-  let usage = null;
+  let usage = null, said = "";
   try {
     const answer = await ask("/v1/chat/completions", {
       method: "POST", signal: running.signal, headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
-        model, session_id: session, messages: [...($("introduction").checked ? introduction : []), ...conversation], stream: true, temperature: 0,
+        model, session_id: session, messages: [...($("introduction").checked ? introduction : []), ...turns], stream: true, temperature: 0,
         stream_options: { include_usage: true },
       }),
     });
@@ -91,13 +92,15 @@ async function send(text) {
       if (data === "[DONE]") break;
       const piece = JSON.parse(data);
       if (piece.error) throw new Error(piece.error.message);
-      body.textContent += piece.choices?.[0]?.delta?.content ?? "";
+      said += piece.choices?.[0]?.delta?.content ?? "";
+      body.textContent = said;
       usage = piece.usage ?? usage;
     }
   } catch (error) {
-    if (error.name !== "AbortError") { item.className = "error"; body.textContent += ` ${error.message}`; }
+    if (error.name !== "AbortError") { item.className = "error"; body.textContent = `${said} ${error.message}`; }
   }
-  conversation.push({ role: "assistant", content: body.textContent });
+  if (said) turns.push({ role: "assistant", content: said });
+  else turns.pop(); // what was not answered is not asked again with the next message
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     item.append(make("small", `${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens from the cache, ${count(usage.completion_tokens)} tokens answered`));
@@ -122,7 +125,7 @@ $("prompt").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running?.abort());
 $("anew").addEventListener("click", () => {
   running?.abort();
-  conversation.length = 0;
+  conversation = [];
   session = newSession();
   $("messages").replaceChildren();
   $("prompt").focus();

@@ -1,0 +1,241 @@
+"""Which row of host memory has the entries of which block, and which rows records of a host tier
+keep. Torch-free.
+
+    block   record   the row has
+    yes     no       entries of a block, or is about to
+    yes     yes      the same bytes once, as a block's and as the end of a tier's record
+    no      yes      entries of a block that was evicted: a tier has it, until its row is needed
+    no      no       no content
+
+Without a host tier every block has the row of its own number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import numpy as np
+
+from dsv4.errors import Dsv4Error
+from dsv4.tiers.loan import Loan
+
+NO_ROW = -1
+
+
+class Passing(Protocol):
+    """A position of the device's work."""
+
+    @property
+    def passed(self) -> bool: ...
+
+
+class HostRows:
+    """Every block has the row of its own number, always."""
+
+    shares = False
+
+    def __init__(self, blocks: int) -> None:
+        self.row_of = np.arange(blocks, dtype=np.int32)
+        self.total = blocks
+
+    def take(self, block_id: int) -> bool:
+        """A row for a block, if it has none; whether it has one now. What was there is lost."""
+        return True
+
+    def part(self, block_id: int) -> None:
+        """The block needs its row no more."""
+
+    def rebuild(self, kept: Collection[int]) -> None:
+        """After an interrupt: only these blocks have a row."""
+
+    def check_invariants(self) -> None:
+        """Raises Dsv4Error if rows are lost or doubled."""
+
+
+class SharedHostRows(HostRows):
+    """Rows are given to blocks when something is to be written there, and lent to records of a host
+    tier: `lend`. A block that goes leaves a lent row to the record. `reclaim` is called for a row
+    when none is free: whether a record gave one back.
+
+    What the host itself writes must not meet what the device still reads: rows that became free are
+    used for that once the device has passed a mark (`make_mark`) that was set afterwards.
+    """
+
+    shares = True
+
+    def __init__(self, blocks: int, rows: int, memory: memoryview) -> None:
+        super().__init__(blocks)
+        assert rows >= blocks
+        self.row_of.fill(NO_ROW)
+        self.total = rows
+        self._block_of = np.full(rows, NO_ROW, dtype=np.int32)
+        self.memory, self._width = memory, memory.nbytes // rows
+        self._loans: dict[int, Loan] = {}
+        self._returned: deque[int] = deque()  # by records, in any thread
+        # free rows that the device does not read, and those that it may: when each became free
+        self._quiet = dict.fromkeys(range(rows - 1, -1, -1))
+        self._unquiet: dict[int, int] = {}
+        self._fresh: list[tuple[int, int]] = []
+        self._settling: deque[tuple[Passing, list[tuple[int, int]]]] = deque()
+        self._clock = 0
+        self.make_mark: Callable[[], Passing]
+        self.reclaim: Callable[[], bool] = lambda: False
+
+    # ---- rows of blocks ------------------------------------------------------------------------
+
+    def take(self, block_id: int) -> bool:
+        return self._has_own(block_id) or self._give(block_id, self._find())
+
+    def take_quiet(self, block_id: int) -> bool:
+        """The same for bytes that the host writes. If not, it may be so later: `is_settling`."""
+        return self._has_own(block_id) or self._give(block_id, self._find_quiet())
+
+    def _has_own(self, block_id: int) -> bool:
+        row = int(self.row_of[block_id])
+        return row != NO_ROW and not self.is_lent(row)
+
+    def _give(self, block_id: int, row: int | None) -> bool:
+        if row is None:
+            return False
+        self.part(block_id)
+        self._own(block_id, row)
+        return True
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether there are free rows that the device may still read."""
+        self._settle()
+        return bool(self._settling)
+
+    def part(self, block_id: int) -> None:
+        row = int(self.row_of[block_id])
+        if row == NO_ROW:
+            return
+        self.row_of[block_id] = self._block_of[row] = NO_ROW
+        if not self.is_lent(row):
+            self._add_free(row)
+
+    def take_over(self, block_id: int, loan: Loan) -> None:
+        """The block has the row of a record, whose bytes are its own."""
+        if self.row_of[block_id] == loan.row:
+            return
+        assert not loan.over
+        assert self._block_of[loan.row] == NO_ROW
+        self.part(block_id)
+        self._own(block_id, loan.row)
+
+    def _own(self, block_id: int, row: int) -> None:
+        self.row_of[block_id], self._block_of[row] = row, block_id
+
+    # ---- rows of records -----------------------------------------------------------------------
+
+    def is_lent(self, row: int) -> bool:
+        loan = self._loans.get(row)
+        return loan is not None and loan.is_out
+
+    def lend(self, block_id: int) -> Loan:
+        """The row of a block, for the end of a record: a row that no record has."""
+        row = int(self.row_of[block_id])
+        assert row != NO_ROW
+        assert not self.is_lent(row)
+        memory = self.memory[row * self._width : (row + 1) * self._width]
+        self._loans[row] = loan = Loan(
+            row, memory, is_needed=self._is_needed, end=self._returned.append
+        )
+        return loan
+
+    def _is_needed(self, row: int) -> bool:
+        return bool(self._block_of[row] != NO_ROW)
+
+    # ---- free rows -----------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Rows of no block and no record."""
+        self._collect()
+        return len(self._quiet) + len(self._unquiet)
+
+    @property
+    def of_records_only(self) -> int:
+        """Rows of blocks that were evicted."""
+        return self.total - int(np.count_nonzero(self._block_of != NO_ROW)) - self.free
+
+    def free_rows(self) -> list[int]:
+        self._collect()
+        return [*self._quiet, *self._unquiet]
+
+    def _add_free(self, row: int) -> None:
+        self._clock += 1
+        self._unquiet[row] = self._clock
+        self._fresh.append((row, self._clock))
+
+    def _collect(self) -> None:
+        """Rows that records have given back are free, if no block has them."""
+        while self._returned:
+            row = self._returned.popleft()
+            is_free = row in self._quiet or row in self._unquiet
+            if self._block_of[row] == NO_ROW and not is_free and not self.is_lent(row):
+                self._add_free(row)
+
+    def _reclaimed(self) -> bool:
+        self._collect()
+        if self._quiet or self._unquiet:
+            return True
+        self.reclaim()
+        self._collect()
+        return bool(self._quiet or self._unquiet)
+
+    def _find(self) -> int | None:
+        """A free row for what the device writes, which waits for what it reads."""
+        if not self._reclaimed():
+            return None
+        row, _ = (self._unquiet or self._quiet).popitem()
+        return row
+
+    def _find_quiet(self) -> int | None:
+        self._reclaimed()
+        self._settle()
+        return self._quiet.popitem()[0] if self._quiet else None
+
+    def _settle(self) -> None:
+        if self._fresh:
+            self._settling.append((self.make_mark(), self._fresh))
+            self._fresh = []
+        while self._settling and self._settling[0][0].passed:
+            for row, when in self._settling.popleft()[1]:
+                if self._unquiet.get(row) == when:
+                    del self._unquiet[row]
+                    self._quiet[row] = None
+
+    # ---- after an interrupt, and looking -------------------------------------------------------
+
+    def rebuild(self, kept: Collection[int]) -> None:
+        owners: dict[int, int] = {}
+        for block_id in kept:
+            row = int(self.row_of[block_id])
+            if row != NO_ROW:
+                owners.setdefault(row, block_id)
+        self.row_of.fill(NO_ROW)
+        self._block_of.fill(NO_ROW)
+        for row, block_id in owners.items():
+            self._own(block_id, row)
+        self._quiet, self._unquiet = {}, {}
+        self._fresh.clear()
+        self._settling.clear()
+        for row in range(self.total):
+            if row not in owners and not self.is_lent(row):
+                self._add_free(row)
+
+    def check_invariants(self) -> None:
+        owned = {int(row): b for b, row in enumerate(self.row_of) if row != NO_ROW}
+        known = {row: int(b) for row, b in enumerate(self._block_of) if b != NO_ROW}
+        if owned != known:
+            raise Dsv4Error("a row of host memory has two blocks, or a block two rows")
+        free = self.free_rows()
+        lent = {row for row in range(self.total) if self.is_lent(row)}
+        if {*free, *owned, *lent} != set(range(self.total)) or len(set(free)) < len(free):
+            raise Dsv4Error("rows of host memory are lost: no block, no record and not free")
+        if strays := {*owned, *lent}.intersection(free):
+            raise Dsv4Error(f"rows {sorted(strays)[:8]} of host memory are free, but in use")

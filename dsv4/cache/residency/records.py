@@ -1,0 +1,91 @@
+"""Records of tiers of blocks whose entries are kept apart. With a host tier the entries of its
+records lie in the rows of host memory that blocks have: each entry is there once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4.cache.residency.host_rows import SharedHostRows
+from dsv4.cache.residency.residency import Residency
+from dsv4.cache.transfers.copies import BlockMemory, Landing, Rows
+from dsv4.tiers.host import HostTier
+from dsv4.tiers.loan import Loan
+
+
+class ResidentBlocks(BlockMemory):
+    """A record has a copy of the entries, wherever they are."""
+
+    def __init__(self, rows: Tensor, residency: Residency) -> None:
+        super().__init__(rows)
+        self._residency = residency
+
+    def whole(self, block_id: int) -> Rows:
+        return self._residency.block_of(block_id)
+
+    def target(self, block_id: int) -> Rows:
+        return self._residency.target_of(block_id)
+
+
+class SharedBlocks(ResidentBlocks):
+    """The end of a record is the block's row of host memory."""
+
+    shares = True
+
+    def __init__(self, rows: Tensor, residency: Residency, hosts: SharedHostRows) -> None:
+        super().__init__(rows, residency)
+        self._hosts = hosts
+
+    def share(self, host: HostTier) -> tuple[memoryview, ...]:
+        self._hosts.reclaim = host.drop_loan
+        return (self._hosts.memory,)
+
+    def source(self, block_id: int) -> Rows | None:
+        return self._rows[block_id] if self._residency.places.in_host[block_id] else None
+
+    def target(self, block_id: int) -> Rows:
+        return self._rows[block_id]
+
+    def loan(self, block_id: int) -> Loan | None:
+        row = int(self._hosts.row_of[block_id])
+        return None if self._hosts.is_lent(row) else self._hosts.lend(block_id)
+
+    def landing(self, block_id: int) -> Landing:
+        return SharedLanding(block_id, self._residency, self._hosts)
+
+    def pump(self) -> None:
+        self._residency.pump()
+
+
+class SharedLanding:
+    """A block in flight."""
+
+    def __init__(self, block_id: int, residency: Residency, hosts: SharedHostRows) -> None:
+        self._block_id, self._residency, self._hosts = block_id, residency, hosts
+
+    @property
+    def waits(self) -> bool:
+        return self._hosts.is_settling
+
+    def lend(self) -> Loan | None:
+        if not self._hosts.take_quiet(self._block_id):
+            return None
+        return self._hosts.lend(self._block_id)
+
+    def take_over(self, loan: Loan) -> None:
+        self._hosts.take_over(self._block_id, loan)
+        self._residency.places.in_host[self._block_id] = True
+
+    def whole(self) -> Rows | None:
+        if not self._hosts.take_quiet(self._block_id):
+            return None
+        return self._residency.target_of(self._block_id)
+
+
+def blocks_of(rows: Tensor, residency: Residency | None) -> BlockMemory:
+    """The blocks of a manager."""
+    if residency is None:
+        return BlockMemory(rows)
+    hosts = residency.places.hosts
+    if isinstance(hosts, SharedHostRows):
+        return SharedBlocks(rows, residency, hosts)
+    return ResidentBlocks(rows, residency)
