@@ -694,11 +694,11 @@ def compute_block_budget(
     if memory_bytes < fixed or blocks < needed:
         minimum = fixed + needed * schema.block_bytes
         raise PoolTooSmall(
-            f"{memory_bytes:,} bytes hold {max_requests} request slots of "
-            f"{schema.bytes_per_request:,} bytes"
-            + (f", {other_bytes:,} bytes in addition" if other_bytes else "")
-            + f" and {blocks} blocks of {schema.block_bytes:,}, "
-            f"but one request of {tokens:,} tokens needs {needed} blocks: give at least "
+            f"{memory_bytes:,} bytes leave {blocks:,} blocks of {schema.block_bytes:,} bytes after "
+            f"{max_requests:,} request slot{'' if max_requests == 1 else 's'} of "
+            f"{schema.bytes_per_request:,}"
+            + (f" and {other_bytes:,} in addition" if other_bytes else "")
+            + f", but one request of {tokens:,} tokens needs {needed:,} blocks: give at least "
             f"{minimum:,} bytes, or ask for fewer requests or less context",
             minimum_bytes=minimum,
         )

@@ -121,8 +121,11 @@ def _kinds_table(found: Sizing) -> Table:
 
 def _budget_table(budget: BlockBudget) -> Table:
     table = table_of("allocated", "bytes", "")
-    table.add_row(f"{budget.num_blocks:,} blocks", *bytes_of(budget.block_arena_bytes))
-    table.add_row(f"{budget.max_requests:,} slots", *bytes_of(budget.slot_arena_bytes))
+    for count, what, size in (
+        (budget.num_blocks, "block", budget.block_arena_bytes),
+        (budget.max_requests, "slot", budget.slot_arena_bytes),
+    ):
+        table.add_row(f"{count:,} {what}{'' if count == 1 else 's'}", *bytes_of(size))
     table.add_row("block table", *bytes_of(budget.block_table_bytes))
     if budget.other_bytes:
         table.add_row("step buffers, workspace, snapshots", *bytes_of(budget.other_bytes))
