@@ -32,6 +32,7 @@ def test_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         write(load(60), tmp_path / f"{name}.jsonl")
     results = tmp_path / "results.jsonl"
     monkeypatch.setattr(benchmark, "HOST_GB", (0, 50))
+    monkeypatch.setattr(benchmark, "DEVICE_GB", (10, 40))
     monkeypatch.setattr(benchmark, "REPLICAS", (2,))
     given = ["--traces", str(tmp_path), "--results", str(results)]
     for part in ("hits", "lru", "host", "routing"):

@@ -175,6 +175,12 @@ def test_what_never_fits_is_refused_and_the_rest_runs() -> None:
     result = found([TRACE[0], long, *TRACE[1:]], memory_bytes=GB)
     assert result.refused == 1
     assert result.requests == len(TRACE) + 1
+    # neither prompt runs: the answer would not fit, the model has no such position
+    for tokens, new in ((1000, 900_000), (1 << 20, 1), (1 << 31, 1)):
+        never = TraceRequest(at_s=0.0, input_tokens=tokens, output_tokens=new, names=[])
+        result = found([never, *TRACE[:5]], memory_bytes=GB if new > 1 else None)
+        assert (result.refused, result.requests) == (1, 6)
+        assert result.tokens_run["all"] < sum(each.input_tokens for each in TRACE[:5]) + 500
     crowd = [replace(each, at_s=0.0) for each in TRACE]
     assert found(crowd, memory_bytes=2 * GB, most_waiting=20).refused > 200
 
@@ -186,6 +192,13 @@ def test_setups_are_checked() -> None:
         setup(routing="best")
     with pytest.raises(InvalidInput, match="hot_share"):
         setup(hot_share=2)
+    with pytest.raises(InvalidInput, match="which is off"):
+        setup(hot_share=0.5)
+    with pytest.raises(InvalidInput, match="leave out the disk"):
+        setup(apart=True, memory_bytes=4 * GB, host_bytes=40 * GB, disk_bytes=GB)
+    for wrong in ({"snapshots": -1}, {"most_waiting": -1}, {"replicas": 0}, {"replicas": 10**11}):
+        with pytest.raises(InvalidInput, match=next(iter(wrong))):
+            setup(**wrong)
     with pytest.raises(PoolTooSmall):
         found(memory_bytes=1000)
     with pytest.raises(InvalidInput, match="before"):
