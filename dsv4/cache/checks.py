@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.pages import CompressorLayout
+from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.ops.calls import LayerWeights
 
@@ -19,21 +21,85 @@ Shape = tuple[int | str, ...]
 OF_ROWS = "the plan's tokens (padding included) need"
 
 
-def rows(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int, int],
-    dtype: str,
-    device: torch.device,
-    *,
-    aligned: bool = True,
-) -> None:
-    """A tensor whose rows are contiguous and, if `aligned`, start on 16 bytes."""
-    _form(name, tensor, shape, dtype, device, OF_ROWS)
-    row_bytes = tensor.stride(0) * tensor.element_size()
-    is_odd = tensor.data_ptr() % 16 or (shape[0] > 1 and row_bytes % 16)
-    if tensor.stride(-1) != 1 or (aligned and is_odd):
-        _refuse_rows(name, tensor, row_bytes)
+class TensorChecks:
+    """What the tensors must be that a cache on `device` is given. In a shape a word stands for any
+    length."""
+
+    def __init__(self, schema: CacheSchema, device: torch.device) -> None:
+        self._rope_dim, self._max_context = schema.model.rope_dim, schema.max_context
+        self._device = device
+
+    def rows(
+        self, name: str, tensor: Tensor, shape: Shape, dtype: str, *, aligned: bool = True
+    ) -> None:
+        """A tensor of one row per token, contiguous rows that, if `aligned`, start on 16 bytes."""
+        if not self._fits(tensor, shape, dtype):
+            self._refuse(name, tensor, shape, dtype, OF_ROWS)
+        row_bytes = tensor.stride(0) * tensor.element_size()
+        is_odd = tensor.data_ptr() % 16 or (tensor.shape[0] > 1 and row_bytes % 16)
+        if tensor.stride(-1) != 1 or (aligned and is_odd):
+            _refuse_rows(name, tensor, row_bytes)
+
+    def whole(
+        self, name: str, tensor: Tensor, shape: Shape, dtype: str, needed: str = "expected"
+    ) -> None:
+        """A contiguous tensor."""
+        if not self._fits(tensor, shape, dtype):
+            self._refuse(name, tensor, shape, dtype, needed)
+        if not tensor.is_contiguous():
+            _refuse_strides(name)
+
+    def result(self, name: str, given: Tensor, shape: Shape, dtype: str) -> None:
+        """A contiguous tensor that a call writes to."""
+        if not self._fits(given, shape, dtype):
+            self._refuse_result(name, given, shape, dtype)
+        if not given.is_contiguous():
+            _refuse_strides(name)
+
+    def rope_table(self, table: Tensor) -> None:
+        """The table of dsv4.rope.rope_table, for every position that a request can reach."""
+        self.whole("rope", table, ("positions", self._rope_dim), "float32")
+        if table.shape[0] < self._max_context:
+            self._refuse_rope(table)
+
+    def _fits(self, tensor: Tensor, shape: Shape, dtype: str) -> bool:
+        return (
+            isinstance(tensor, Tensor)
+            and (tensor.shape == shape or _matches(tensor.shape, shape))
+            and tensor.dtype == getattr(torch, dtype)
+            and tensor.device == self._device
+        )
+
+    def _refuse(self, name: str, tensor: Tensor, shape: Shape, dtype: str, needed: str) -> NoReturn:
+        is_tensor(name, tensor)
+        lengths = list(tensor.shape)
+        if not _matches(lengths, shape):
+            raise InvalidInput(
+                f"{name} has shape {lengths}, {needed} [{', '.join(map(str, shape))}]"
+            )
+        if tensor.dtype != getattr(torch, dtype):
+            raise InvalidInput(f"{name} is {tensor.dtype}, must be torch.{dtype}")
+        raise InvalidInput(f"{name} is on {tensor.device}, the cache is on {self._device}")
+
+    def _refuse_result(self, name: str, given: Tensor, shape: Shape, dtype: str) -> NoReturn:
+        is_tensor(name, given)
+        raise InvalidInput(
+            f"{name} is {given.dtype} {list(given.shape)} on {given.device}, expected "
+            f"torch.{dtype} {list(shape)} on {self._device}"
+        )
+
+    def _refuse_rope(self, table: Tensor) -> NoReturn:
+        raise InvalidInput(
+            f"rope has shape {list(table.shape)}, expected [positions, {self._rope_dim}] "
+            f"(cos | sin) with at least max_context={self._max_context} positions"
+        )
+
+
+def _matches(lengths: Sequence[int], shape: Shape) -> bool:
+    return len(lengths) == len(shape) and all(
+        isinstance(needed, str) or needed == length
+        for length, needed in zip(lengths, shape, strict=True)
+    )
 
 
 def _refuse_rows(name: str, tensor: Tensor, row_bytes: int) -> NoReturn:
@@ -47,71 +113,8 @@ def _refuse_rows(name: str, tensor: Tensor, row_bytes: int) -> NoReturn:
     )
 
 
-def whole(
-    name: str,
-    tensor: Tensor,
-    shape: Shape,
-    dtype: str,
-    device: torch.device,
-    needed: str = "expected",
-) -> None:
-    """A contiguous tensor. In its shape a word stands for any length."""
-    _form(name, tensor, shape, dtype, device, needed)
-    _contiguous(name, tensor)
-
-
-def result(
-    name: str, given: Tensor, shape: tuple[int, ...], dtype_name: str, device: torch.device
-) -> None:
-    """A contiguous tensor that a call writes to."""
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    is_tensor(name, given)
-    if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
-        _refuse_result(name, given, f"{dtype} {list(shape)} on {device}")
-    _contiguous(name, given)
-
-
-def _refuse_result(name: str, given: Tensor, expected: str) -> NoReturn:
-    raise InvalidInput(
-        f"{name} is {given.dtype} {list(given.shape)} on {given.device}, expected {expected}"
-    )
-
-
-def _contiguous(name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise InvalidInput(f"{name} is not contiguous: call .contiguous() once, at load time")
-
-
-def rope_table(table: Tensor, rope_dim: int, max_context: int, device: torch.device) -> None:
-    """The table of dsv4.rope.rope_table, for every position that a request can reach."""
-    whole("rope", table, ("positions", rope_dim), "float32", device)
-    if table.shape[0] < max_context:
-        raise InvalidInput(
-            f"rope has shape {list(table.shape)}, expected [positions, {rope_dim}] (cos | sin) "
-            f"with at least max_context={max_context} positions"
-        )
-
-
-def _form(
-    name: str, tensor: Tensor, shape: Shape, dtype: str, device: torch.device, needed: str
-) -> None:
-    is_tensor(name, tensor)
-    lengths = tuple(tensor.shape)
-    if lengths != shape and not _matches(lengths, shape):
-        raise InvalidInput(
-            f"{name} has shape {list(lengths)}, {needed} [{', '.join(map(str, shape))}]"
-        )
-    if tensor.dtype != getattr(torch, dtype):
-        raise InvalidInput(f"{name} is {tensor.dtype}, must be torch.{dtype}")
-    if tensor.device != device:
-        raise InvalidInput(f"{name} is on {tensor.device}, the cache is on {device}")
-
-
-def _matches(lengths: tuple[int, ...], shape: Shape) -> bool:
-    return len(lengths) == len(shape) and all(
-        isinstance(needed, str) or needed == length
-        for length, needed in zip(lengths, shape, strict=True)
-    )
+def _refuse_strides(name: str) -> NoReturn:
+    raise InvalidInput(f"{name} is not contiguous: call .contiguous() once, at load time")
 
 
 def given(name: str, value: T | None, layer: int) -> T:

@@ -146,7 +146,8 @@ def _check_flush(
 ) -> None:
     items = _items(handle)
     value_dtype = layout.page.format.value_dtype
-    checks.rows("rows", rows, (items.shape[0], layout.width), value_dtype, items.device)
+    check = checks.TensorChecks(handle.memory.shared.schema, items.device)
+    check.rows("rows", rows, (items.shape[0], layout.width), value_dtype)
     checks.is_tensor("valid_mask", valid_mask)
     if valid_mask.shape != items.shape[:1] or valid_mask.dtype != torch.bool:
         raise InvalidInput(
