@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from dsv4.cache import checks
+from dsv4.cache import tensor_checks
 from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch, BatchCaptures
 from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
@@ -87,7 +87,7 @@ class LayerCacheHandle(Uncopied):
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
         self._workspace, self.turn = workspace, workspace.turn
-        self._check = checks.TensorChecks(schema, self._slot_arena.device)
+        self._check = tensor_checks.TensorChecks(schema, self._slot_arena.device)
         self._repeats = Repeats(
             backend, (self._block_arena, self._slot_arena, self._block_table, *workspace.tensors)
         )
@@ -153,7 +153,7 @@ class LayerCacheHandle(Uncopied):
         ):
             batch = self._unwritten_batch()
         if type(weights) is not LayerWeights:
-            checks.layer_weights(weights)
+            tensor_checks.layer_weights(weights)
         projections = (c, z, index_c, index_z)
         if batch.captures is None:
             build = partial(self._append_calls, batch, weights, kv, projections)
@@ -221,7 +221,7 @@ class LayerCacheHandle(Uncopied):
         """Writes only the window rows. Wrap-around leaves exactly the newest rows that fit into the
         ring."""
         batch = self._unwritten_batch()
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         window = self._window_write(batch, kv, weights)
         step = self._step_tensors(batch, weights)
         batch.written.begin(self.layer)
@@ -247,7 +247,7 @@ class LayerCacheHandle(Uncopied):
         """
         self._require_whole_tails("write_tail")
         batch = self._decode_batch("write_tail")
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         writes = self._compressor_writes(batch, weights, c, z, index_c, index_z, compress=False)
         step = self._step_tensors(batch, weights)
         batch.written.begin(self.layer)
@@ -262,7 +262,7 @@ class LayerCacheHandle(Uncopied):
         """
         self._require_whole_tails("flush_compression")
         batch = self._decode_batch("flush_compression")
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         writes = [
             self._compressor_write(batch, layout, w, name, write_tails=False)
             for layout, w, name in (
@@ -282,7 +282,7 @@ class LayerCacheHandle(Uncopied):
         blocks."""
         self._require_whole_tails("compress_tail")
         batch = self._decode_batch("compress_tail")
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         indexer = layout.kind == "index"
         chosen = weights.index_compressor if indexer else weights.compressor
         name = "index_" if indexer else ""
@@ -337,7 +337,7 @@ class LayerCacheHandle(Uncopied):
         return [
             self._compressor_write(batch, *each, compress=compress)
             for each in compressors
-            if checks.wanted(each[0], *each[2:5], self.layer)
+            if tensor_checks.wanted(each[0], *each[2:5], self.layer)
         ]
 
     def _window_write(self, batch: Batch, kv: Tensor, weights: LayerWeights) -> WindowWrite:
@@ -370,9 +370,9 @@ class LayerCacheHandle(Uncopied):
     ) -> CompressorWrite:
         assert layout is not None
         rows = batch.padded_tokens, layout.columns
-        weights = checks.given(f"weights.{name}compressor", weights, self.layer)
+        weights = tensor_checks.given(f"weights.{name}compressor", weights, self.layer)
         if weights.ape is not None or layout.key_page is None:
-            ape = checks.given(f"weights.{name}compressor.ape", weights.ape, self.layer)
+            ape = tensor_checks.given(f"weights.{name}compressor.ape", weights.ape, self.layer)
             self._check.whole(f"{name}ape", ape, (layout.ratio, layout.columns), "float32")
         self._check.whole(f"{name}norm", weights.norm, (layout.width,), "float32")
         for label, tensor in ((f"{name}c", c), (f"{name}z", z)):
@@ -394,7 +394,7 @@ class LayerCacheHandle(Uncopied):
         )
 
     def _check_projection(self, layout: CompressorLayout, keys: KeyProjection | None) -> None:
-        keys = checks.given("weights.index_projection", keys, self.layer)
+        keys = tensor_checks.given("weights.index_projection", keys, self.layer)
         width = self._model.index_dim
         shape = (width, layout.width)
         self._check.whole("index_projection.weight", keys.weight, shape, self._value_dtype)
@@ -418,7 +418,7 @@ class LayerCacheHandle(Uncopied):
         cannot see, gives zeros; rows of padding tokens are unchanged."""
         batch = self._readable_batch()
         rows = batch.padded_tokens, "k"
-        self._check.whole("indices", indices, rows, "int32", checks.OF_ROWS)
+        self._check.whole("indices", indices, rows, "int32", tensor_checks.OF_ROWS)
         shape = (*indices.shape, self._model.head_dim)
         out = self._result("out", out, shape, self._value_dtype)
         token = token_columns(batch.tokens)
@@ -440,7 +440,7 @@ class LayerCacheHandle(Uncopied):
         unchanged."""
         batch = self._readable_batch()
         requests = batch.request_rows.shape[0]
-        checks.is_tensor("out", out)
+        tensor_checks.is_tensor("out", out)
         if out.dim() != 3:
             raise InvalidInput(f"out has shape {list(out.shape)}, expected [requests, n, head_dim]")
         shape = (requests, out.shape[1], self._model.head_dim)
@@ -545,7 +545,7 @@ class LayerCacheHandle(Uncopied):
         require_flag("round_bf16", round_bf16)
         count = model.index_topk if top_k is None else require_count("top_k", top_k)
         needed, dtype = (rows, "heads", model.index_dim), self._index_dtype
-        self._check.whole("q", q, needed, dtype, checks.OF_ROWS)
+        self._check.whole("q", q, needed, dtype, tensor_checks.OF_ROWS)
         if q.shape[1] != heads:
             self._refuse_index_heads(q.shape[1])
         self._check.rows("index_weights", index_weights, (rows, heads), dtype, aligned=False)
@@ -602,7 +602,7 @@ class LayerCacheHandle(Uncopied):
                 f"layer {self.layer} neither gives candidates nor takes any: leave them out"
             )
         width, size = model.candidate_blocks, model.candidate_block_entries
-        self._check.whole("candidates", blocks, (rows, "k"), "int32", checks.OF_ROWS)
+        self._check.whole("candidates", blocks, (rows, "k"), "int32", tensor_checks.OF_ROWS)
         if blocks.shape[1] != width:
             raise InvalidInput(
                 f"candidates have {blocks.shape[1]} columns, the model has {width} candidate blocks"
@@ -638,13 +638,12 @@ class LayerCacheHandle(Uncopied):
         `q` [tokens, heads, head_dim] after RoPE (`dsv4.apply_rope`) is of the type of out: bf16, or
         fp32 where the formats keep fp32; `sink` fp32 [heads] joins the denominator. CSA layers read
         the entries in `indices` (of `select`), HCA layers all visible ones, SWA layers none. With
-        `inverse_rope`, the layer's table, the output is rotated back.
-        Raises PlanError before `append`, its own or that of the layer whose entries it reads,
-        InvalidInput.
+        `inverse_rope`, the layer's table, the output is rotated back. Raises InvalidInput, and
+        PlanError before `append`, its own or that of the layer whose entries it reads.
         """
         batch = self._readable_batch()
         if not isinstance(q, Tensor):
-            checks.is_tensor("q", q)
+            tensor_checks.is_tensor("q", q)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None:
@@ -669,7 +668,7 @@ class LayerCacheHandle(Uncopied):
         if (indices is not None) != (spec.attention is AttentionType.CSA):
             self._refuse_indices(indices)
         if indices is not None:
-            self._check.whole("indices", indices, (rows, "k"), "int32", checks.OF_ROWS)
+            self._check.whole("indices", indices, (rows, "k"), "int32", tensor_checks.OF_ROWS)
         self._check.result("out", out, tuple(q.shape), self._value_dtype)
         self._check.result("lse", lse, tuple(q.shape[:2]), "float32")
         attention = Attention(
@@ -737,7 +736,7 @@ class LayerCacheHandle(Uncopied):
                 "rejected or taken back: run a token first, or build the schema with a greater "
                 "ring_rows"
             )
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         workspace = self._workspace
         self._check_queries(batch.padded_tokens, q, sink, inverse_rope)
         window = replace(
@@ -787,7 +786,7 @@ class LayerCacheHandle(Uncopied):
         self, rows: int, q: Tensor, sink: Tensor, inverse_rope: Tensor | None
     ) -> None:
         needed = rows, "heads", self._model.head_dim
-        self._check.whole("q", q, needed, self._value_dtype, checks.OF_ROWS)
+        self._check.whole("q", q, needed, self._value_dtype, tensor_checks.OF_ROWS)
         self._check.whole("sink", sink, (q.shape[1],), "float32")
         if inverse_rope is not None:
             self._check.rope_table(inverse_rope)
