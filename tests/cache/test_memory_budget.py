@@ -66,7 +66,7 @@ def test_a_budget_for_other_options_is_refused():
 
 
 def test_too_little_memory_says_how_much_is_needed():
-    with pytest.raises(PoolTooSmall, match="bytes in addition") as caught:
+    with pytest.raises(PoolTooSmall, match="in addition, but one request") as caught:
         KVCacheManager.from_memory(SCHEMA, memory_bytes=MIB, max_requests=2, max_step_tokens=64)
     least = caught.value.minimum_bytes
     for memory_bytes in (least - 1, least):
