@@ -95,7 +95,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidInput, match="it has block_tokens"):
         dsv4.Cache("tiny", memory=MEMORY, xyz=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidInput, match="write 80GiB"):
-        dsv4.Cache("tiny", memory="64G")
+        dsv4.Cache("tiny", memory="64X")
     with pytest.raises(SchemaError, match="multiple of 128"):
         dsv4.Cache("tiny", memory=MEMORY, block_tokens=100)
     with pytest.raises(PoolTooSmall) as error:
