@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import dsv4
 from dsv4.cache import build
+from dsv4.cache.arena import Arena
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.options import ManagerOptions, complete
 from dsv4.cache.schema import CacheSchema
@@ -101,3 +103,12 @@ def test_what_is_refused() -> None:
     with pytest.raises(PoolTooSmall) as error:
         dsv4.Cache("tiny", memory="1MiB")
     dsv4.Cache("tiny", memory=error.value.minimum_bytes)
+
+
+def test_memory_that_the_machine_does_not_have() -> None:
+    """More than a process can address, so that the system refuses it wherever this runs."""
+    schema = CacheSchema.build(ModelSpec.load("tiny"))
+    with pytest.raises(
+        InvalidInput, match=r"cpu does not give the .* PiB of the block arena \(68,719,"
+    ):
+        Arena(schema, "block", 1 << 36, torch.device("cpu"))
