@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 MOST_PARTS = 32_768  # lists and objects of a body
 # a string, or the rest of the text if it does not end; nothing in it is read twice
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape; alone it is no character
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape: alone it is not a character
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 
 

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from dsv4.serve.bodies import cut
 
 Id = Annotated[str, Field(max_length=128)]
-Token = Annotated[int, Field(ge=0, strict=True)]  # true is no token
+Token = Annotated[int, Field(ge=0, strict=True)]  # true is not one
 Tokens = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MOST_CHOICES = 16
