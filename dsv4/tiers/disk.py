@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-from dsv4.errors import InvalidInput, require_count
+from dsv4.errors import InvalidInput, require_count, require_flag
 from dsv4.tiers.health import Health
 from dsv4.tiers.index import Books, Index
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal
@@ -83,11 +83,13 @@ class DiskTier(QueuedTier):
         limits: Limits | None = None,
         calls: Calls | None = None,
     ) -> None:
-        if sync not in get_args(Sync):
+        if not isinstance(sync, str) or sync not in get_args(Sync):
             raise InvalidInput(f"sync={sync!r}: give one of {', '.join(get_args(Sync))}")
+        if direct is not None:
+            require_flag("direct", direct)
         if not isinstance(root, str | os.PathLike) or not os.fspath(root):
             raise InvalidInput(f"root={root!r}: give the path of a directory of its own")
-        super().__init__(name, limits or Limits(threads=4))
+        super().__init__(name, Limits(threads=4) if limits is None else limits)
         self._capacity_bytes = require_count("capacity_bytes", capacity_bytes)
         self._where = f"{root}, {format_bytes(capacity_bytes)}"
         self._durable, self._direct = sync == "each", direct

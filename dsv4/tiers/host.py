@@ -84,7 +84,7 @@ class HostTier(QueuedTier):
             raise InvalidInput(
                 f"capacity_bytes={capacity_bytes}: a host tier needs at least {UNIT_BYTES}"
             )
-        super().__init__(name, limits or Limits(threads=1))
+        super().__init__(name, Limits(threads=1) if limits is None else limits)
         self._memory = _memory(units * UNIT_BYTES)
         self._where = format_bytes(units * UNIT_BYTES)
         self._extents = Extents(units)
