@@ -55,11 +55,11 @@ TABLE = {
     "conversation": (5.3, 13.6, 28.5, 35.9, 36.6),
     "synthetic": (14.0, 30.9, 56.7, 64.0, 64.0),
 }
-HOST_GB = (0, 5, 10, 20, 40)
+HOST_GB = (0, 10, 40)
 DEVICE_GB = (5, 10, 20)
 REPLICAS = (2, 4, 8, 16, 32, 64)
 HOT_SHARES = (0.0, 1.0)
-RESIDENCY_GB = (10, 20, 40)
+RESIDENCY_GB = (10, 40)
 QUARTER_S = 900.0
 HOURS = (1, 6, 24)
 Part = Callable[[Path], Iterator[dict[str, Any]]]

@@ -259,6 +259,7 @@ class Simulation:
             self._begin(chosen, replica)
         else:
             self._schedule(chosen, replica.flight.end_s)
+            self._note_load(chosen, replica)  # those that come at once see each other
 
     def _choose(self, names: list[int], session: str | None) -> int:
         if self.setup.replicas == 1:
@@ -282,6 +283,10 @@ class Simulation:
         at_s = replica.begin(self.now_s)
         if at_s is not None:
             self._schedule(which, at_s)
+        self._note_load(which, replica)
+
+    def _note_load(self, which: int, replica: Replica) -> None:
+        """As the router is told: tokens that have not run, and one for each request."""
         load = replica.load + len(replica.running) + len(replica.waiting)
         if load:
             self._loads[which] = load

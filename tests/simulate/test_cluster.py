@@ -112,6 +112,19 @@ def test_prefix_routing_finds_what_round_robin_does_not() -> None:
         assert each.tokens_run["answers"] == sum(max(1, one.output_tokens) for one in TRACE)
 
 
+def test_prompts_that_come_at_once_see_each_other() -> None:
+    """All begin alike, so all would go to the one that has the beginning, if nothing waited."""
+
+    def prompt(at_s: float, name: int) -> TraceRequest:
+        names = [0, *range(100 * name, 100 * name + 15)]
+        return TraceRequest(at_s=at_s, input_tokens=8192, output_tokens=2, names=names)
+
+    crowd = [prompt(0.0, 1), *(prompt(10.0, name) for name in range(2, 8))]
+    result = found(crowd, replicas=6, memory_bytes=4 * GB)
+    alone = found(crowd[:1], memory_bytes=4 * GB)
+    assert result.ttft.p99 == pytest.approx(alone.ttft.p99)
+
+
 def test_more_replicas_are_faster_until_one_request_is_the_limit() -> None:
     waits = [found(replicas=count, memory_bytes=4 * GB).ttft.p99 for count in (1, 2, 8)]
     assert waits == sorted(waits, reverse=True)
