@@ -30,7 +30,7 @@ def require_plot(path: str | Path, asked: Sequence[Setup], *, tries_replicas: bo
     if suffix not in known:
         raise InvalidInput(f"--plot {path}: the name must end in one of .{', .'.join(known)}")
     if not path.absolute().parent.is_dir():
-        raise InvalidInput(f"--plot {path}: {path.absolute().parent} is no folder")
+        raise InvalidInput(f"--plot {path}: {path.absolute().parent} is not a folder")
 
 
 def plot_simulated(found: Sequence[Simulated], path: str | Path, *, title: str) -> None:

@@ -286,7 +286,7 @@ class Simulation:
         self._note_load(which, replica)
 
     def _note_load(self, which: int, replica: Replica) -> None:
-        """As the router is told: tokens that have not run, and one for each request."""
+        """What replicas announce: tokens that have not run, and one for each request."""
         load = replica.load + len(replica.running) + len(replica.waiting)
         if load:
             self._loads[which] = load

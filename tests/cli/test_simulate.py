@@ -87,7 +87,7 @@ def test_a_plot(trace: Path, tmp_path: Path) -> None:
         ("none.png", (), "make no curve"),
         ("none.txt", ("--replicas", "1,2"), "must end in one of"),
         ("none", ("--replicas", "1,2"), "must end in one of"),
-        ("none/none.png", ("--replicas", "1,2"), "is no folder"),
+        ("none/none.png", ("--replicas", "1,2"), "is not a folder"),
     ],
 )
 def test_a_plot_that_cannot_be_is_refused_before_anything_runs(
