@@ -376,6 +376,8 @@ def plots(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         own = [row for row in results_of(rows, part) if row["trace"] == name]
         # of residency the two ends: nothing of a selection is hot, and all
         own = [row for row in own if row.get("hot_share") in (None, 0.0)]
+        if not own:
+            continue
         made.append(folder / f"simulate_{part}_{name}.png")
         title = {"host": "host memory", "residency": "residency", "routing": "routing"}[part]
         plot_simulated([simulated_of(row) for row in own], made[-1], title=f"{title}: {name}")
