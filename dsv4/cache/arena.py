@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4.cache.pages import ITEM_BYTES, ArenaName, Plane
 from dsv4.cache.schema import CacheSchema, row_bytes
+from dsv4.errors import InvalidInput
 
 TORCH_DTYPES = {
     "uint8": torch.uint8,
@@ -23,8 +24,18 @@ class Arena:
     def __init__(
         self, schema: CacheSchema, name: ArenaName, rows: int, device: torch.device
     ) -> None:
+        """Raises InvalidInput where the device has no such memory."""
         self.name = name
-        self.bytes = torch.zeros((rows, row_bytes(schema, name)), dtype=torch.uint8, device=device)
+        each = row_bytes(schema, name)
+        try:
+            self.bytes = torch.zeros((rows, each), dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # other errors of a GPU say nothing of memory
+            if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise InvalidInput(
+                f"{rows:,} {name}s take {rows * each:,} bytes of {device}, which has no such piece "
+                f"of memory: give the cache less, or free some. The device says: {error}"
+            ) from error
 
     @property
     def rows(self) -> int:
