@@ -54,7 +54,9 @@ class EventPublisher:
     ) -> None:
         prefix = manager.prefix
         if not prefix:
-            raise InvalidInput("events are of cached prefixes: build the manager with prefix=...")
+            raise InvalidInput(
+                "events report what is cached, and nothing is: build the manager with prefix=..."
+            )
         require_type("topic", topic, str)
         if len(topic.encode()) > MOST_TOPIC:
             raise InvalidInput(f"topic has {len(topic.encode())} bytes: at most {MOST_TOPIC}")

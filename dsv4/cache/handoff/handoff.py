@@ -26,7 +26,7 @@ from dsv4.cache.state import copy_payload
 from dsv4.cache.stats import HandoffStats
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
-from dsv4.errors import InvalidInput, RequestError, require_count
+from dsv4.errors import InvalidInput, RequestError, require_count, require_type
 from dsv4.tiers.record import DIGEST_BYTES, Kind, Label, Record, address, seal
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
@@ -40,6 +40,7 @@ class Handoff:
     checks and receives the takers' notes."""
 
     def __init__(self, manager: KVCacheManager, options: HandoffOptions) -> None:
+        require_type("handoff", options, HandoffOptions)
         self._manager, self.guard = manager, manager.guard
         prefix, device = manager.prefix, manager.device
         model = _model_of(options, prefix.options.model_id if prefix else None)

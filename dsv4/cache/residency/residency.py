@@ -1,41 +1,38 @@
-"""Entries in host memory: what comes to the device, what leaves it, and when.
+"""Entries in host memory: which blocks' entries are on the device, which leave it, and when.
 
 A step writes only open blocks: those from a request's length on, and the one that the length is in.
 They have rows on the device. When a commit has completed a block, its entries are copied to host
-memory in the background, once, and from then on its row is only a copy, which leaves when memory is
-short. What a step reads of entries that have left, it fetches itself (`Backend.resolve`, `stage`).
+memory in the background, once (`host_copies.py`). From then on the block may give up its row, and
+does when rows are short. Entries that a step reads and that have left are fetched by the step
+(`Backend.resolve`, `stage`).
 
-Calls come from the call that is inside the manager. What may fail on the device comes before the
-books change, except that a block has left: that loses nothing.
+Only the call that is inside the manager calls this. Whatever may fail on the device is done before
+the books change; only blocks that have left stay away after an error, which loses nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.batch import Batch
-from dsv4.cache.changes import LOGGER
 from dsv4.cache.memory import CacheMemory, Lane
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
-from dsv4.cache.residency.host_rows import NO_ROW, SharedHostRows
+from dsv4.cache.residency.host_copies import HostCopies
+from dsv4.cache.residency.host_rows import NO_ROW
 from dsv4.cache.residency.places import EntryPlaces
 from dsv4.cache.residency.pool import HostPool
+from dsv4.cache.residency.tables import EntryTables
 from dsv4.cache.stats import LayerFetches, ResidencyStats
 from dsv4.cache.step.shape import StepTokens
-from dsv4.cache.transfers.copies import Copies, Mark, Row
 from dsv4.errors import Dsv4Error, OutOfBlocks
-
-MOST_COPYING = 256  # blocks on the way to host memory: a full stream would block launches
 
 
 @dataclass(slots=True)
@@ -49,7 +46,7 @@ class StepEntries:
     held: list[int] = field(init=False)
     needing: list[tuple[Request, int, bool]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)  # their places in the device's table
+    at: list[int] = field(default_factory=list)  # their places in the device's tables
     spans: list[tuple[Request, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,32 +78,24 @@ class Residency:
         self._before_reuse = before_reuse  # makes what comes next wait for copies to tiers
         self._block_tokens = schema.block_tokens
         self.places, self._hosts = places, places.hosts
-        self._copies = Copies(memory.device, pool.memory)
-        if isinstance(places.hosts, SharedHostRows):
-            places.hosts.make_mark = self._make_mark
-        # rows that the device's tables do not have yet: on the device, and in host memory
-        self._unsent: dict[int, tuple[int, int]] = {}
-        # tokens of each slot's request between which its blocks are open
+        self.copies = HostCopies(places, pool, entries.arena.bytes, memory.device)
+        self.tables = EntryTables(entries.tables, places)
+        # of each slot's request: its blocks from one token to the other are open
         self._open_from = np.zeros(table.max_requests, dtype=np.int64)
         self._open_until = np.zeros(table.max_requests, dtype=np.int64)
-        self._queue: deque[tuple[int, int]] = deque()  # complete blocks to copy, with versions
-        self._asked = np.full_like(places.versions, -1)  # of each block the version queued last
-        self._copying: deque[tuple[Mark, list[tuple[int, int]]]] = deque()
-        self._early: Mark | None = None  # of copies that count as arrived, and may still be running
-        self._copied = self._failed = 0
         lanes = len(memory.lanes)
         step_rows = -(-memory.buffers.max_tokens // schema.block_tokens)
-        # rows that a step leaves to steps of other lanes, whose requests' blocks it cannot move
+        # rows that a step leaves free for steps of other lanes: it cannot move their blocks
         self._spared_rows = (lanes - 1) * step_rows + table.max_requests if lanes > 1 else 0
 
     # ---- rows --------------------------------------------------------------------------------
 
     @contextmanager
     def lending(self, count: int, keep: Collection[int] = ()) -> Iterator[list[int]]:
-        """Rows for the code inside, which gives them to blocks with `settle` afterwards; given back
-        if it raises. The blocks in `keep` do not leave. Raises OutOfBlocks."""
+        """Rows for the code inside; `settle` then gives them to blocks. They are given back if it
+        raises. The blocks in `keep` do not leave. Raises OutOfBlocks."""
         self._make_room(count, keep=keep, before=None)
-        self._send()
+        self.tables.send()
         rows = self.places.take(count)
         try:
             yield rows
@@ -115,7 +104,7 @@ class Residency:
             raise
 
     def settle(self, block_ids: Sequence[int], rows: Sequence[int], depth: int) -> None:
-        """New blocks, the request's number `depth`, have rows that were lent."""
+        """Gives new blocks, number `depth` of their requests, rows that were lent."""
         for block_id, row in zip(block_ids, rows, strict=True):
             self.places.place(block_id, row, depth)
 
@@ -127,13 +116,13 @@ class Residency:
         before: ForwardPlan | None,
         spared: int = 0,
     ) -> None:
-        """Makes rows free by letting blocks leave the device, with `spared` more if possible.
+        """Frees `count` rows, and `spared` more if possible, by letting blocks leave the device.
         Raises OutOfBlocks. Blocks that have left stay away, even if the call fails later."""
         places = self.places
         short = count + spared - places.free
         if short <= 0:
             return
-        self.pump()
+        self.copies.pump()
         guarding = self._guarding(before)
         references = self._table.allocator.references
 
@@ -148,8 +137,7 @@ class Residency:
             )
 
         victims = choose()
-        if len(victims) < short and (self._queue or self._copying):
-            self._finish_copies()
+        if len(victims) < short and self.copies.hasten():
             victims = choose()
         if victims and self._before_reuse is not None:
             self._before_reuse()
@@ -165,9 +153,9 @@ class Residency:
             )
 
     def _guarding(self, before: ForwardPlan | None) -> list[Request]:
-        """Requests of open plans whose blocks stay where they are. Of plans on the stream of the
-        one that is prepared, `before` and those before it, these are only chunks: what a chunk
-        reads was decided when it was planned."""
+        """Requests of open plans whose blocks must stay where they are. Of `before` and the plans
+        before it, which run on the stream of the plan that is being prepared, these are only the
+        chunks: where a chunk reads was decided when it was planned."""
         chain, found = set(), list[Request]()
         while before is not None:
             chain.add(id(before))
@@ -184,67 +172,25 @@ class Residency:
         return any(request.block_ids[depth : depth + 1] == [block_id] for request in requests)
 
     def _leave(self, block_id: int) -> None:
-        """The device gives up a row, and the tables of all requests that have the block say so."""
+        """The block leaves the device, and the tables of all requests that have it say so."""
         depth = int(self.places.depths[block_id])
-        most = self._table.schema.max_blocks_per_request
         if self._table.allocator.references(block_id):
             for request in self._table.live.values():
                 if request.block_ids[depth : depth + 1] == [block_id]:
-                    self._unsent[request.slot * most + depth] = (NO_ROW, self._host_row(block_id))
+                    self.tables.note_left(request.slot, depth, block_id)
         self.places.leave(block_id)
         self.places.left += 1
-
-    # ---- the device's table --------------------------------------------------------------------
-
-    def publish(
-        self, slot: int, first: int, block_ids: Sequence[int], rows: Sequence[int] = ()
-    ) -> None:
-        """Writes where these blocks are into the slot's row of the device's table, from its block
-        `first` on. The last of them have `rows` that were lent; where the others are, is known."""
-        known = self.places.row_of[list(block_ids)].astype(np.int32)
-        if rows:
-            known[-len(rows) :] = rows
-        in_host = self._hosts.row_of[list(block_ids)]
-        for table, numbers in zip(self._entries.tables, (known, in_host), strict=False):
-            host = torch.from_numpy(numbers)
-            if self._memory.device.type == "cuda":
-                host = host.pin_memory()
-            row = table[slot, first : first + len(block_ids)]
-            row.copy_(host, non_blocking=True)
-        most = self._table.schema.max_blocks_per_request
-        for at in [*self._unsent]:
-            if slot * most + first <= at < slot * most + first + len(block_ids):
-                del self._unsent[at]
-
-    def _send(self) -> None:
-        """Brings the device's table up to date."""
-        if not self._unsent:
-            return
-        pinned = self._memory.device.type == "cuda"
-        at = torch.tensor([*self._unsent], dtype=torch.int64, pin_memory=pinned)
-        device = self._memory.device
-        for table, numbers in zip(
-            self._entries.tables, zip(*self._unsent.values(), strict=True), strict=False
-        ):
-            rows = torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
-            table.view(-1).index_copy_(
-                0, at.to(device, non_blocking=True), rows.to(device, non_blocking=True)
-            )
-        self._unsent.clear()
 
     # ---- requests ------------------------------------------------------------------------------
 
     def forget_hot(self, slot: int) -> None:
-        """The hot rows of a slot may belong to other tokens from now on, so they are forgotten."""
+        """The tokens of a slot may be others from now on: what its hot rows hold is forgotten."""
         self._entries.forget_hot(slot)
 
     def begin(self, request: Request) -> None:
         """A request begins in its slot."""
         self._close(request)
-        most = self._table.schema.max_blocks_per_request
-        for at in [*self._unsent]:  # of another one
-            if at // most == request.slot:
-                del self._unsent[at]
+        self.tables.forget_slot(request.slot)
 
     def go_back(self, request: Request) -> None:
         """The request has fewer tokens now, or other ones will follow them."""
@@ -252,7 +198,7 @@ class Residency:
         self._close(request)
 
     def start_over(self, request: Request) -> None:
-        """The request has no tokens; nothing of its blocks is needed."""
+        """The request has no tokens any more: what its blocks held is not needed."""
         self.places.forget(request.block_ids)
         self._close(request)
 
@@ -261,19 +207,18 @@ class Residency:
         self._open_from[request.slot] = self._open_until[request.slot] = 0
 
     def must_stay(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Whether a request cannot take these blocks in place of its own: entries of one have left,
-        and a chunk of the request, planned after the step that is being committed, may count on
-        finding all of them on the device."""
+        """Whether a request cannot take these blocks in place of its own: entries of one of them
+        have left the device, and a chunk of the request that is planned already may expect all of
+        them there."""
         return bool((self.places.row_of[list(block_ids)] == NO_ROW).any()) and any(
             plan.after is not None and plan.prefill is not None and request in plan.prefill.requests
             for plan in self._open_plans()
         )
 
     def restore(self, request: Request, first: int, count: int) -> None:
-        """The device's table of a request may have been changed: it has its own blocks again."""
-        most = self._table.schema.max_blocks_per_request
-        for depth, block_id in enumerate(request.block_ids[first : first + count], first):
-            self._unsent[request.slot * most + depth] = self._rows_of(block_id)
+        """The request keeps these blocks of its own, though the device's tables may have others by
+        now."""
+        self.tables.note(request.slot, first, request.block_ids[first : first + count])
 
     def copy_block(self, source: int, rows: Sequence[int]) -> None:
         """Copies the entries of a block into rows that were lent."""
@@ -290,30 +235,28 @@ class Residency:
         row = int(self.places.row_of[block_id])
         if row != NO_ROW:
             return self._entries.arena.bytes[row]
-        self._hold_back()
+        self.copies.hold_back()
         return self._pool.bytes[self._host_row(block_id)]
 
     def block_of(self, block_id: int) -> tuple[Tensor, Tensor]:
-        """Where the bytes of a block are: what stays, and the entries."""
+        """A block's bytes: those that stay on the device, and its entries, wherever they are."""
         return self._memory.block_arena.bytes[block_id], self.entries_of(block_id)
 
     def target_of(self, block_id: int) -> tuple[Tensor, Tensor]:
-        """Where the bytes of a block in flight arrive: what stays, and the entries, for which host
-        memory is enough. If they do not arrive, the block is free again, and all is forgotten."""
-        for mark in self._running():  # of what the block was before
-            mark.wait()
+        """Where the bytes of a block in flight are put: those that stay on the device, and its
+        entries, for which host memory is enough. If they do not arrive, the block is free again,
+        and what is known of it is forgotten."""
+        self.copies.wait()  # one may be of the block that it was before
         self.places.in_host[block_id] = True
         return self._memory.block_arena.bytes[block_id], self._pool.bytes[self._host_row(block_id)]
 
     # ---- a step ----------------------------------------------------------------------------------
 
     def take_step(self, step: StepTokens, before: ForwardPlan | None) -> StepEntries:
-        """Rows for all blocks that a step may write and that have none, for `place_step` or
-        `cancel_step`. Raises OutOfBlocks."""
-        self._entries.forget_lost()  # a replayed graph does not ask
-        if self._early is not None:  # the step may run on another stream than the one that waits
-            self._early.hold_back()
-            self._early = None if self._early.passed else self._early
+        """Takes rows for all blocks that a step may write and that have none; `place_step` or
+        `cancel_step` follows. Raises OutOfBlocks."""
+        self._entries.forget_lost()  # handles do it too, but not when a captured graph is replayed
+        self.copies.hold_back_early()
         slots, block_tokens = step.shape.slots, self._block_tokens
         lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
             slots, axis=1
@@ -341,24 +284,24 @@ class Residency:
         return found
 
     def place_step(self, taken: StepEntries) -> None:
-        """The step is planned, and its requests have all their blocks: these get the rows, on the
-        device first."""
-        most, updates = self._table.schema.max_blocks_per_request, dict[int, tuple[int, int]]()
+        """The step is planned, and its requests have all their blocks: gives these the rows, in the
+        device's tables before the books."""
+        updates = dict[int, tuple[int, int]]()
         for request, _, first in taken.before:
             if request.published_blocks > first:
-                for depth, block_id in enumerate(request.block_ids[first:], first):
-                    updates[request.slot * most + depth] = self._rows_of(block_id)
+                start = self.tables.at(request.slot, first)
+                updates |= enumerate(map(self.tables.rows_of, request.block_ids[first:]), start)
         for (request, depth, is_begun), row in zip(taken.needing, taken.rows, strict=True):
-            taken.at.append(request.slot * most + depth)
+            taken.at.append(self.tables.at(request.slot, depth))
             updates[taken.at[-1]] = (row, NO_ROW)
-            if is_begun:  # what is written of it has left the device
+            if is_begun:  # the part that is written has left the device
                 block_id = request.block_ids[depth]
                 assert self.places.in_host[block_id], "written entries are nowhere"
-                self._hold_back()
+                self.copies.hold_back()
                 target = self._entries.arena.bytes[row]
                 target.copy_(self._pool.bytes[self._host_row(block_id)], non_blocking=True)
-        self._unsent |= updates
-        self._send()
+        self.tables.note_rows(updates)
+        self.tables.send()
         for (request, depth, _), row in zip(taken.needing, taken.rows, strict=True):
             self.places.place(request.block_ids[depth], row, depth)
         for request, first, last in taken.spans:
@@ -369,11 +312,12 @@ class Residency:
 
     def cancel_step(self, taken: StepEntries) -> None:
         """Gives back everything that was taken for a step."""
-        self._unsent |= dict.fromkeys(taken.at, (NO_ROW, NO_ROW))
+        self.tables.note_rows(dict.fromkeys(taken.at, (NO_ROW, NO_ROW)))
         self.places.give(taken.rows)
 
     def stage(self, batch: Batch, lane: Lane) -> None:
-        """Plans the staging of a prefill batch that reads entries which are not on the device."""
+        """Plans which entries a prefill batch stages, if some that it reads have left the
+        device."""
         assert lane.entries is not None
         lane.entries.forget()
         lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
@@ -386,26 +330,26 @@ class Residency:
             for request, blocks in zip(batch.requests, whole.tolist(), strict=True)
         )
         if is_away:
-            self._hold_back()
+            self.copies.hold_back()
             lane.entries.stage_batch(batch, read.tolist())
 
     def note_commit(self, plan: ForwardPlan) -> None:
-        """Blocks that the step has completed are copied to host memory; rows that rejected tokens
-        have left unused are free."""
+        """Asks for copies of the blocks that the step has completed; frees rows that were for
+        rejected tokens."""
         block_tokens, places = self._block_tokens, self.places
         for request in plan.requests:
             first = int(self._open_from[request.slot]) // block_tokens
             last = max(request.length, request.reused_tokens) // block_tokens
             for block_id in request.block_ids[first:last]:
                 if not places.in_host[block_id] and places.row_of[block_id] != NO_ROW:
-                    self._ask_for_copy(block_id)
+                    self.copies.ask(block_id)
             if last > first and self._open_until[request.slot]:
                 self._open_from[request.slot] = last * block_tokens
-        self.pump()
+        self.copies.pump()
         self.note_end(plan)
 
     def note_end(self, plan: ForwardPlan) -> None:
-        """A plan is over: rows for tokens that never came are given back."""
+        """A plan is over: gives back rows for tokens that were not kept."""
         for request in plan.requests:
             if not request.released:
                 self._trim(request)
@@ -422,85 +366,8 @@ class Residency:
                 self.places.forget([block_id])
         self._open_until[request.slot] = first * self._block_tokens
 
-    # ---- copies to host memory -------------------------------------------------------------------
-
-    def _ask_for_copy(self, block_id: int) -> None:
-        """Once: the block may leave when one copy has arrived, and another would read its row."""
-        version = int(self.places.versions[block_id])
-        if self._asked[block_id] != version:
-            self._asked[block_id] = version
-            self._queue.append((block_id, version))
-
-    def pump(self, most: int = MOST_COPYING) -> None:
-        """Notes copies that have arrived, and begins others."""
-        while self._copying and self._copying[0][0].passed:
-            for block_id, version in self._copying.popleft()[1]:
-                self._copied += self.places.arrive(block_id, version)
-        room = most - sum(len(blocks) for _, blocks in self._copying)
-        batch: list[tuple[int, int]] = []
-        while self._queue and len(batch) < room:
-            block_id, version = self._queue.popleft()
-            if self.places.versions[block_id] == version:
-                batch.append((block_id, version))
-        # those without a row of host memory wait until a tier needs fewer
-        homeless = [each for each in batch if not self._hosts.take(each[0])]
-        if homeless:
-            self._queue.extendleft(reversed(homeless))
-            batch = [each for each in batch if each not in homeless]
-        if batch:
-            self._copy_down(batch)
-
-    def _copy_down(self, blocks: list[tuple[int, int]]) -> None:
-        arena, row_of = self._entries.arena.bytes, self.places.row_of
-        try:
-            targets = [Row((self._pool.piece(self._host_row(b)),)) for b, _ in blocks]
-            sources = [arena[int(row_of[b])] for b, _ in blocks]
-            mark = self._copies.down(zip(sources, targets, strict=True))
-        except RuntimeError as error:
-            LOGGER.warning("%d blocks are not in host memory yet: %s", len(blocks), error)
-            self._failed += len(blocks)
-            self._queue.extendleft(reversed(blocks))  # with the next commit, or when rows are short
-            self._copies.finish()  # some may be running
-            return
-        if mark.passed and not self._copying:
-            for block_id, version in blocks:
-                self._copied += self.places.arrive(block_id, version)
-        else:
-            self._copying.append((mark, blocks))
-
     def _host_row(self, block_id: int) -> int:
         return int(self._hosts.row_of[block_id])
-
-    def _rows_of(self, block_id: int) -> tuple[int, int]:
-        return int(self.places.row_of[block_id]), self._host_row(block_id)
-
-    def _make_mark(self) -> Mark:
-        """What the device does now with host memory, in whatever stream, is over when it has
-        passed."""
-        self._hold_back()
-        return self._copies.mark()
-
-    def _finish_copies(self) -> None:
-        """Begins all copies, and makes what comes next on the current stream wait for them; the
-        host does not wait. Then their blocks may leave."""
-        self.pump(most=len(self._queue) + MOST_COPYING)
-        self._hold_back()
-        while self._copying:
-            self._early, blocks = self._copying.popleft()
-            for block_id, version in blocks:
-                self._copied += self.places.arrive(block_id, version)
-
-    def _hold_back(self) -> None:
-        """What comes next on the current stream waits for the copies that are running."""
-        for mark in self._running()[-1:]:
-            mark.hold_back()
-
-    def _running(self) -> list[Mark]:
-        """Copies to host memory that may be running, in their order."""
-        if self._early is not None and self._early.passed:
-            self._early = None
-        early = [] if self._early is None else [self._early]
-        return [*early, *(mark for mark, _ in self._copying)]
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -521,9 +388,9 @@ class Residency:
             blocks_on_device=places.on_device,
             blocks_in_host=in_host,
             blocks_only_in_host=only_host,
-            blocks_copied=self._copied,
+            blocks_copied=self.copies.copied,
             blocks_left=places.left,
-            copies_failed=self._failed,
+            copies_failed=self.copies.failed,
             hits=sum(layer.hits for layer in fetched),
             misses=sum(layer.misses for layer in fetched),
             bytes_fetched=sum(layer.bytes_fetched for layer in fetched),
@@ -535,12 +402,8 @@ class Residency:
     def recover(self, nodes: Iterable[PrefixNode], open_plans: Sequence[ForwardPlan]) -> None:
         """Derives rows and copies anew from live requests, open plans and cached blocks. Hot
         records are forgotten; copies begin again."""
-        self._copies.finish()
-        self._copying.clear()
-        self._early = None
-        self._queue.clear()
-        self._asked.fill(-1)
-        self._unsent.clear()
+        self.copies.forget()
+        self.tables.forget()
         cached = [node.block_id for node in nodes]
         ends: dict[Request, int] = {}
         for plan in open_plans:
@@ -560,13 +423,13 @@ class Residency:
         self.places.rebuild(kept)
         for block_id in self.places.with_rows():
             if block_id in complete and not self.places.in_host[block_id]:
-                self._ask_for_copy(block_id)
+                self.copies.ask(block_id)
         for slot in range(self._table.max_requests):
             self._entries.forget_hot(slot)
         for request in self._table.live.values():
             if request.published_blocks:
-                self.publish(request.slot, 0, request.block_ids[: request.published_blocks])
-        self.pump()
+                self.tables.publish(request.slot, 0, request.block_ids[: request.published_blocks])
+        self.copies.pump()
 
     def check_invariants(self) -> None:
         """Every row has one owner, and every block whose entries are written has them somewhere.
