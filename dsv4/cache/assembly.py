@@ -86,6 +86,12 @@ def make_parts(
         if sizes.shared:
             hosts = SharedHostRows(num_blocks, sizes.host_rows, pool.memory)
         places = EntryPlaces(num_blocks, sizes.rows, hosts)
+    table = RequestTable(
+        schema,
+        num_blocks=num_blocks,
+        max_requests=max_requests,
+        allocator=None if places is None else ResidentAllocator(num_blocks, places),
+    )
     memory = CacheMemory(
         schema,
         backend,
@@ -96,12 +102,6 @@ def make_parts(
         max_open_plans=options["max_open_plans"],
         entry_sizes=sizes,
         pool=pool,
-    )
-    table = RequestTable(
-        schema,
-        num_blocks=num_blocks,
-        max_requests=max_requests,
-        allocator=None if places is None else ResidentAllocator(num_blocks, places),
     )
     prefix = _make_prefix(schema, table, options["prefix"], device)
     residency, guard = None, Guard()
