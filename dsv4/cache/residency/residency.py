@@ -375,7 +375,6 @@ class Residency:
     def stage(self, batch: Batch, lane: Lane) -> None:
         """Plans the staging of a prefill batch that reads entries which are not on the device."""
         assert lane.entries is not None
-        lane.entries.forget()
         lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
         # a replay may end in the middle of a block that was complete before
         read = -(-batch.ends // self._block_tokens)
@@ -387,7 +386,7 @@ class Residency:
         )
         if is_away:
             self._hold_back()
-            lane.entries.stage_batch(batch, read.tolist())
+            lane.entries.chunks.begin(batch, read.tolist())
 
     def note_commit(self, plan: ForwardPlan) -> None:
         """Blocks that the step has completed are copied to host memory; rows that rejected tokens
@@ -536,6 +535,9 @@ class Residency:
         """Derives rows and copies anew from live requests, open plans and cached blocks. Hot
         records are forgotten; copies begin again."""
         self._copies.finish()
+        for lane in self._memory.lanes:
+            assert lane.entries is not None
+            lane.entries.chunks.forget_held()
         self._copying.clear()
         self._early = None
         self._queue.clear()
