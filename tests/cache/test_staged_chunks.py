@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
-from dsv4.cache.residency.chunks import Beside, ChunkEntries
+from dsv4.cache.residency.chunks import ChunkEntries, SideStream
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import Attention, Staging
@@ -28,7 +28,7 @@ IDS = [7 * n % 512 for n in range(LENGTH + CHUNK)]
 POISON = 0xEE
 
 
-class Late(Beside):
+class Late(SideStream):
     """Launches happen when something waits for them, in their order."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def test_a_layers_entries_come_up_while_the_one_before_is_read(name: str, late: 
     requests = [live(manager, model, seed) for seed in range(count)]
     assert leave(manager) > 3
     if late:
-        chunks_of(manager).beside = Late()
+        chunks_of(manager).side = Late()
     manager.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
     assert torch.equal(one_chunk(manager, model, requests), expected)
     owners = {page.layer for page in manager.memory.entries.layout.pages}  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ def test_what_broke_off_is_waited_for_before_its_memory_is_used_again():
     manager, model = made(model_of("tiny"), apart=True)
     request = live(manager, model)
     leave(manager)
-    late = chunks_of(manager).beside = Late()
+    late = chunks_of(manager).side = Late()
     plan = manager.prepare_forward([(request, CHUNK)])
 
     def stop(call: Attention) -> None:

@@ -2,7 +2,7 @@
 staging, while the next layer's come up from host memory.
 
     current stream    attend 1 | device 2 | attend 2 | device 3 | attend 3
-    beside it         host 2 ------------->  host 3 ------------->
+    side stream       host 2 ------------->  host 3 ------------->
 
 Blocks in host memory stay as they are while a plan is open, so their entries may come early. What
 the step itself writes is on the device, and is copied when the layer is read.
@@ -29,8 +29,8 @@ Group = tuple[slice, slice]
 Unit = tuple[int, int]
 
 
-class Beside:
-    """Launches beside those of the current stream. What `run` launches waits for all that the
+class SideStream:
+    """Launches next to those of the current stream. What `run` launches waits for all that the
     current stream has to do now; what comes next there waits for it after `hold_back`. On a CPU it
     is over when `run` returns."""
 
@@ -84,7 +84,7 @@ class ChunkEntries:
         self.rows = torch.empty((2, blocks, row_bytes), dtype=torch.uint8, device=device)
         self.table = torch.full_like(entry_table, -1)
         self._ramp = torch.arange(blocks, dtype=torch.int32, device=device)
-        self.beside = Beside(device)
+        self.side = SideStream(device)
         self._batch: Batch | None = None
         self._groups: list[Group] = []
         self._held: list[Unit | None] = [None, None]
@@ -134,7 +134,7 @@ class ChunkEntries:
     def forget_held(self) -> None:
         """What comes next waits as after `end`; the batch is brought everything again."""
         if self._batch is not None:
-            self.beside.hold_back_for_all()
+            self.side.hold_back_for_all()
         self._held, self._coming = [None, None], [None, None]
 
     def groups_of(self, batch: Batch) -> list[Group] | None:
@@ -155,7 +155,7 @@ class ChunkEntries:
             self._take(half)
             self._stage(backend, layer, group, half, "all")
             self._held[half] = unit
-        self.beside.hold_back(self._coming[half])
+        self.side.hold_back(self._coming[half])
         self._coming[half] = None
         self._bring_next(backend, layer, group, 1 - half)
         if not is_new:
@@ -198,7 +198,7 @@ class ChunkEntries:
         assert self._batch is not None
         self._take(half)
         uses = (self.rows, self.table, *self._tables, self._batch.request_rows)
-        self._coming[half] = self.beside.run(
+        self._coming[half] = self.side.run(
             lambda: self._stage(backend, *following, half, "host"), uses
         )
         self._held[half] = unit
@@ -217,7 +217,7 @@ class ChunkEntries:
 
     def _take(self, half: int) -> None:
         """Its content is not needed, or was not read."""
-        self.beside.hold_back(self._coming[half])
+        self.side.hold_back(self._coming[half])
         self._held[half] = self._coming[half] = None
 
     def _unit(self, layer: int, group: int) -> Unit:

@@ -83,7 +83,7 @@ class Residency:
         self.places, self._hosts = places, places.hosts
         self._copies = Copies(memory.device, pool.memory)
         if isinstance(places.hosts, SharedHostRows):
-            places.hosts.make_mark = self._make_mark
+            places.hosts.make_mark = self.make_mark
         # rows that the device's tables do not have yet: on the device, and in host memory
         self._unsent: dict[int, tuple[int, int]] = {}
         # tokens of each slot's request between which its blocks are open
@@ -305,6 +305,34 @@ class Residency:
         self.places.in_host[block_id] = True
         return self._memory.block_arena.bytes[block_id], self._pool.bytes[self._host_row(block_id)]
 
+    # ---- for other machines ----------------------------------------------------------------------
+
+    @property
+    def host_memory(self) -> memoryview:
+        """All of it."""
+        return self._pool.memory
+
+    def in_host(self, block_id: int) -> memoryview:
+        """The entries of a block in host memory."""
+        return self._pool.piece(self._host_row(block_id))
+
+    def bring_down(self, block_ids: Sequence[int]) -> list[int]:
+        """Waits until the entries of these complete blocks are in host memory, where they stay as
+        long as the blocks are held. Returns those that do not get there."""
+        self._finish_copies()
+        for mark in self._running():
+            mark.wait()
+        return [block_id for block_id in block_ids if not self.places.in_host[block_id]]
+
+    def take_host_rows(self, block_ids: Sequence[int]) -> bool:
+        """Host memory for entries of blocks in flight, which may be written to when `make_mark` has
+        passed. Whether there is enough. If they do not arrive, the blocks are free again."""
+        for block_id in block_ids:
+            if not self._hosts.take(block_id):
+                return False
+            self.places.in_host[block_id] = True
+        return True
+
     # ---- a step ----------------------------------------------------------------------------------
 
     def take_step(self, step: StepTokens, before: ForwardPlan | None) -> StepEntries:
@@ -473,7 +501,7 @@ class Residency:
     def _rows_of(self, block_id: int) -> tuple[int, int]:
         return int(self.places.row_of[block_id]), self._host_row(block_id)
 
-    def _make_mark(self) -> Mark:
+    def make_mark(self) -> Mark:
         """What the device does now with host memory, in whatever stream, is over when it has
         passed."""
         self._hold_back()
@@ -559,6 +587,9 @@ class Residency:
             if request in ends:
                 self._open_from[request.slot] = whole * self._block_tokens
                 self._open_until[request.slot] = last * self._block_tokens
+        for holding in self._table.holdings.values():  # others read them, or write to them
+            kept.update(holding.block_ids, holding.landing)
+            complete.update(holding.block_ids)
         self.places.rebuild(kept)
         for block_id in self.places.with_rows():
             if block_id in complete and not self.places.in_host[block_id]:
