@@ -98,7 +98,7 @@ def leave(manager: KVCacheManager) -> int:
     """All blocks that may leave the device do; returns how many are in host memory only."""
     residency = manager._residency
     assert residency is not None
-    residency.pump()
+    residency.host.pump()
     for block_id in [b for b in residency.places.with_rows() if residency.places.in_host[b]]:
         residency._leave(block_id)
     residency._send()

@@ -100,10 +100,10 @@ def poison(manager: Any) -> None:
     manager.block_arena.bytes[manager.table.allocator._free] = POISON
     hosts = residency.places.hosts
     if hosts.shares:
-        residency._pool.bytes[hosts.free_rows()] = POISON
+        residency.host._pool.bytes[hosts.free_rows()] = POISON
         return
     free = ~residency.places.in_host
-    residency._pool.bytes[torch.from_numpy(free)] = POISON
+    residency.host._pool.bytes[torch.from_numpy(free)] = POISON
 
 
 WORLDS: dict[str, World] = {}
@@ -176,7 +176,7 @@ def test_entries_that_were_changed_on_their_way_are_refused(world: World):
     owner, taker = world.made(), world.made()
     request = grown(world, owner, 300)
     offer = owner.handoff.offer(request)
-    owner._residency.in_host(request.block_ids[1])[5] ^= 1
+    owner._residency.host.piece(request.block_ids[1])[5] ^= 1
     arrival = taker.handoff.accept(offer)
     with pytest.raises(OfferError, match="block 1, its sum is wrong"):
         arrival.wait()
@@ -205,13 +205,18 @@ def test_entries_that_cannot_be_copied_down_are_not_offered(
     world.goes_on(taker, copy)
 
 
-def test_rows_that_the_offer_names_stay_after_an_interrupt(world: World):
+@pytest.mark.parametrize("spare", [None, 0])
+def test_rows_that_the_offer_names_stay_after_an_interrupt(world: World, spare: int | None):
     """Nothing but the offer has the blocks when `recover` derives all rows anew."""
-    owner, taker = world.made(spare=0), world.made()
+    owner, taker = world.made(spare=spare), world.made()
     request = grown(world, owner, 700)
     offer = owner.handoff.offer(request)
     owner.release_request(request)
     owner.evict()
+    if owner.tiers:
+        assert owner.tiers.drain(PATIENT_S)
+        tier = owner.tiers.all[0]
+        tier._drop([*tier._rows])
     with Interrupts(at=40).injected(), pytest.raises(KeyboardInterrupt):
         owner.admit_request(TEXT[300:900])
     owner.recover()

@@ -60,7 +60,7 @@ class Handoff:
             keeper=arena,
         )
         residency = manager._residency
-        pools = () if residency is None else (residency.host_memory,)
+        pools = () if residency is None else (residency.host.memory,)
         host = [
             Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
             for memory in (rows.memory, pledges.memory, *pools)
@@ -370,7 +370,7 @@ class Handoff:
 def require_in_host(residency: Residency, block_ids: Sequence[int]) -> None:
     """Waits until the entries of these blocks have reached host memory, from where others read
     them. Raises OfferError for those that do not."""
-    missing = residency.bring_down(block_ids)
+    missing = residency.host.bring_down(block_ids)
     if missing:
         raise OfferError(
             "busy",

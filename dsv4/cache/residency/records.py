@@ -53,7 +53,7 @@ class SharedBlocks(ResidentBlocks):
         return SharedLanding(block_id, self._residency, self._hosts)
 
     def pump(self) -> None:
-        self._residency.pump()
+        self._residency.host.pump()
 
 
 class SharedLanding:

@@ -11,7 +11,6 @@ books change, except that a block has left: that loses nothing.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,20 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.batch import Batch
-from dsv4.cache.changes import LOGGER
 from dsv4.cache.memory import CacheMemory, Lane
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
-from dsv4.cache.residency.host_rows import NO_ROW, SharedHostRows
+from dsv4.cache.residency.host_entries import HostEntries
+from dsv4.cache.residency.host_rows import NO_ROW
 from dsv4.cache.residency.places import EntryPlaces
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.stats import LayerFetches, ResidencyStats
 from dsv4.cache.step.shape import StepTokens
-from dsv4.cache.transfers.copies import Copies, Mark, Row
 from dsv4.errors import Dsv4Error, OutOfBlocks
-
-MOST_COPYING = 256  # blocks on the way to host memory: a full stream would block launches
 
 
 @dataclass(slots=True)
@@ -76,24 +72,17 @@ class Residency:
     ) -> None:
         schema, entries = table.schema, memory.entries
         assert entries is not None
-        self._table, self._memory, self._entries, self._pool = table, memory, entries, pool
+        self._table, self._memory, self._entries = table, memory, entries
         self._open_plans = open_plans
         self._before_reuse = before_reuse  # makes what comes next wait for copies to tiers
         self._block_tokens = schema.block_tokens
         self.places, self._hosts = places, places.hosts
-        self._copies = Copies(memory.device, pool.memory)
-        if isinstance(places.hosts, SharedHostRows):
-            places.hosts.make_mark = self.make_mark
+        self.host = HostEntries(places, pool, entries.arena.bytes)
         # rows that the device's tables do not have yet: on the device, and in host memory
         self._unsent: dict[int, tuple[int, int]] = {}
         # tokens of each slot's request between which its blocks are open
         self._open_from = np.zeros(table.max_requests, dtype=np.int64)
         self._open_until = np.zeros(table.max_requests, dtype=np.int64)
-        self._queue: deque[tuple[int, int]] = deque()  # complete blocks to copy, with versions
-        self._asked = np.full_like(places.versions, -1)  # of each block the version queued last
-        self._copying: deque[tuple[Mark, list[tuple[int, int]]]] = deque()
-        self._early: Mark | None = None  # of copies that count as arrived, and may still be running
-        self._copied = self._failed = 0
         lanes = len(memory.lanes)
         step_rows = -(-memory.buffers.max_tokens // schema.block_tokens)
         # rows that a step leaves to steps of other lanes, whose requests' blocks it cannot move
@@ -133,7 +122,7 @@ class Residency:
         short = count + spared - places.free
         if short <= 0:
             return
-        self.pump()
+        self.host.pump()
         guarding = self._guarding(before)
         references = self._table.allocator.references
 
@@ -148,8 +137,8 @@ class Residency:
             )
 
         victims = choose()
-        if len(victims) < short and (self._queue or self._copying):
-            self._finish_copies()
+        if len(victims) < short and self.host.is_copying:
+            self.host.finish()
             victims = choose()
         if victims and self._before_reuse is not None:
             self._before_reuse()
@@ -190,7 +179,7 @@ class Residency:
         if self._table.allocator.references(block_id):
             for request in self._table.live.values():
                 if request.block_ids[depth : depth + 1] == [block_id]:
-                    self._unsent[request.slot * most + depth] = (NO_ROW, self._host_row(block_id))
+                    self._unsent[request.slot * most + depth] = (NO_ROW, self.host.row_of(block_id))
         self.places.leave(block_id)
         self.places.left += 1
 
@@ -290,8 +279,8 @@ class Residency:
         row = int(self.places.row_of[block_id])
         if row != NO_ROW:
             return self._entries.arena.bytes[row]
-        self._hold_back()
-        return self._pool.bytes[self._host_row(block_id)]
+        self.host.hold_back()
+        return self.host.row(block_id)
 
     def block_of(self, block_id: int) -> tuple[Tensor, Tensor]:
         """Where the bytes of a block are: what stays, and the entries."""
@@ -300,38 +289,9 @@ class Residency:
     def target_of(self, block_id: int) -> tuple[Tensor, Tensor]:
         """Where the bytes of a block in flight arrive: what stays, and the entries, for which host
         memory is enough. If they do not arrive, the block is free again, and all is forgotten."""
-        for mark in self._running():  # of what the block was before
-            mark.wait()
+        self.host.wait()  # for copies of what the block was before
         self.places.in_host[block_id] = True
-        return self._memory.block_arena.bytes[block_id], self._pool.bytes[self._host_row(block_id)]
-
-    # ---- for other machines ----------------------------------------------------------------------
-
-    @property
-    def host_memory(self) -> memoryview:
-        """All of it."""
-        return self._pool.memory
-
-    def in_host(self, block_id: int) -> memoryview:
-        """The entries of a block in host memory."""
-        return self._pool.piece(self._host_row(block_id))
-
-    def bring_down(self, block_ids: Sequence[int]) -> list[int]:
-        """Waits until the entries of these complete blocks are in host memory, where they stay as
-        long as the blocks are held. Returns those that do not get there."""
-        self._finish_copies()
-        for mark in self._running():
-            mark.wait()
-        return [block_id for block_id in block_ids if not self.places.in_host[block_id]]
-
-    def take_host_rows(self, block_ids: Sequence[int]) -> bool:
-        """Host memory for entries of blocks in flight, which may be written to when `make_mark` has
-        passed. Whether there is enough. If they do not arrive, the blocks are free again."""
-        for block_id in block_ids:
-            if not self._hosts.take(block_id):
-                return False
-            self.places.in_host[block_id] = True
-        return True
+        return self._memory.block_arena.bytes[block_id], self.host.row(block_id)
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -339,9 +299,7 @@ class Residency:
         """Rows for all blocks that a step may write and that have none, for `place_step` or
         `cancel_step`. Raises OutOfBlocks."""
         self._entries.forget_lost()  # a replayed graph does not ask
-        if self._early is not None:  # the step may run on another stream than the one that waits
-            self._early.hold_back()
-            self._early = None if self._early.passed else self._early
+        self.host.hold_back_early()
         slots, block_tokens = step.shape.slots, self._block_tokens
         lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
             slots, axis=1
@@ -382,9 +340,9 @@ class Residency:
             if is_begun:  # what is written of it has left the device
                 block_id = request.block_ids[depth]
                 assert self.places.in_host[block_id], "written entries are nowhere"
-                self._hold_back()
+                self.host.hold_back()
                 target = self._entries.arena.bytes[row]
-                target.copy_(self._pool.bytes[self._host_row(block_id)], non_blocking=True)
+                target.copy_(self.host.row(block_id), non_blocking=True)
         self._unsent |= updates
         self._send()
         for (request, depth, _), row in zip(taken.needing, taken.rows, strict=True):
@@ -413,7 +371,7 @@ class Residency:
             for request, blocks in zip(batch.requests, whole.tolist(), strict=True)
         )
         if is_away:
-            self._hold_back()
+            self.host.hold_back()
             lane.entries.chunks.begin(batch, read.tolist())
 
     def note_commit(self, plan: ForwardPlan) -> None:
@@ -425,10 +383,10 @@ class Residency:
             last = max(request.length, request.reused_tokens) // block_tokens
             for block_id in request.block_ids[first:last]:
                 if not places.in_host[block_id] and places.row_of[block_id] != NO_ROW:
-                    self._ask_for_copy(block_id)
+                    self.host.ask(block_id)
             if last > first and self._open_until[request.slot]:
                 self._open_from[request.slot] = last * block_tokens
-        self.pump()
+        self.host.pump()
         self.note_end(plan)
 
     def note_end(self, plan: ForwardPlan) -> None:
@@ -449,85 +407,8 @@ class Residency:
                 self.places.forget([block_id])
         self._open_until[request.slot] = first * self._block_tokens
 
-    # ---- copies to host memory -------------------------------------------------------------------
-
-    def _ask_for_copy(self, block_id: int) -> None:
-        """Once: the block may leave when one copy has arrived, and another would read its row."""
-        version = int(self.places.versions[block_id])
-        if self._asked[block_id] != version:
-            self._asked[block_id] = version
-            self._queue.append((block_id, version))
-
-    def pump(self, most: int = MOST_COPYING) -> None:
-        """Notes copies that have arrived, and begins others."""
-        while self._copying and self._copying[0][0].passed:
-            for block_id, version in self._copying.popleft()[1]:
-                self._copied += self.places.arrive(block_id, version)
-        room = most - sum(len(blocks) for _, blocks in self._copying)
-        batch: list[tuple[int, int]] = []
-        while self._queue and len(batch) < room:
-            block_id, version = self._queue.popleft()
-            if self.places.versions[block_id] == version:
-                batch.append((block_id, version))
-        # those without a row of host memory wait until a tier needs fewer
-        homeless = [each for each in batch if not self._hosts.take(each[0])]
-        if homeless:
-            self._queue.extendleft(reversed(homeless))
-            batch = [each for each in batch if each not in homeless]
-        if batch:
-            self._copy_down(batch)
-
-    def _copy_down(self, blocks: list[tuple[int, int]]) -> None:
-        arena, row_of = self._entries.arena.bytes, self.places.row_of
-        try:
-            targets = [Row((self._pool.piece(self._host_row(b)),)) for b, _ in blocks]
-            sources = [arena[int(row_of[b])] for b, _ in blocks]
-            mark = self._copies.down(zip(sources, targets, strict=True))
-        except RuntimeError as error:
-            LOGGER.warning("%d blocks are not in host memory yet: %s", len(blocks), error)
-            self._failed += len(blocks)
-            self._queue.extendleft(reversed(blocks))  # with the next commit, or when rows are short
-            self._copies.finish()  # some may be running
-            return
-        if mark.passed and not self._copying:
-            for block_id, version in blocks:
-                self._copied += self.places.arrive(block_id, version)
-        else:
-            self._copying.append((mark, blocks))
-
-    def _host_row(self, block_id: int) -> int:
-        return int(self._hosts.row_of[block_id])
-
     def _rows_of(self, block_id: int) -> tuple[int, int]:
-        return int(self.places.row_of[block_id]), self._host_row(block_id)
-
-    def make_mark(self) -> Mark:
-        """What the device does now with host memory, in whatever stream, is over when it has
-        passed."""
-        self._hold_back()
-        return self._copies.mark()
-
-    def _finish_copies(self) -> None:
-        """Begins all copies, and makes what comes next on the current stream wait for them; the
-        host does not wait. Then their blocks may leave."""
-        self.pump(most=len(self._queue) + MOST_COPYING)
-        self._hold_back()
-        while self._copying:
-            self._early, blocks = self._copying.popleft()
-            for block_id, version in blocks:
-                self._copied += self.places.arrive(block_id, version)
-
-    def _hold_back(self) -> None:
-        """What comes next on the current stream waits for the copies that are running."""
-        for mark in self._running()[-1:]:
-            mark.hold_back()
-
-    def _running(self) -> list[Mark]:
-        """Copies to host memory that may be running, in their order."""
-        if self._early is not None and self._early.passed:
-            self._early = None
-        early = [] if self._early is None else [self._early]
-        return [*early, *(mark for mark, _ in self._copying)]
+        return int(self.places.row_of[block_id]), self.host.row_of(block_id)
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -542,15 +423,15 @@ class Residency:
             )
         ]
         return ResidencyStats(
-            host_bytes=self._pool.memory_bytes(),
+            host_bytes=self.host.memory.nbytes,
             rows_total=places.rows,
             rows_free=places.free,
             blocks_on_device=places.on_device,
             blocks_in_host=in_host,
             blocks_only_in_host=only_host,
-            blocks_copied=self._copied,
+            blocks_copied=self.host.copied,
             blocks_left=places.left,
-            copies_failed=self._failed,
+            copies_failed=self.host.failed,
             hits=sum(layer.hits for layer in fetched),
             misses=sum(layer.misses for layer in fetched),
             bytes_fetched=sum(layer.bytes_fetched for layer in fetched),
@@ -562,14 +443,10 @@ class Residency:
     def recover(self, nodes: Iterable[PrefixNode], open_plans: Sequence[ForwardPlan]) -> None:
         """Derives rows and copies anew from live requests, open plans and cached blocks. Hot
         records are forgotten; copies begin again."""
-        self._copies.finish()
+        self.host.start_over()
         for lane in self._memory.lanes:
             assert lane.entries is not None
             lane.entries.chunks.forget_held()
-        self._copying.clear()
-        self._early = None
-        self._queue.clear()
-        self._asked.fill(-1)
         self._unsent.clear()
         cached = [node.block_id for node in nodes]
         ends: dict[Request, int] = {}
@@ -593,13 +470,13 @@ class Residency:
         self.places.rebuild(kept)
         for block_id in self.places.with_rows():
             if block_id in complete and not self.places.in_host[block_id]:
-                self._ask_for_copy(block_id)
+                self.host.ask(block_id)
         for slot in range(self._table.max_requests):
             self._entries.forget_hot(slot)
         for request in self._table.live.values():
             if request.published_blocks:
                 self.publish(request.slot, 0, request.block_ids[: request.published_blocks])
-        self.pump()
+        self.host.pump()
 
     def check_invariants(self) -> None:
         """Every row has one owner, and every block whose entries are written has them somewhere.
