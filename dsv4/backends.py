@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import get_args
 
 from dsv4.extras import needed_by
 
@@ -20,13 +21,14 @@ def load_backend(
     only under its interpreter (TRITON_INTERPRET=1 before the first import): for tests. The
     reference is `batch_invariant` whether it is asked to be or not.
     Raises InvalidInput, MissingExtra."""
-    chosen = name or ("triton" if device.type == "cuda" else "reference")
+    default: BackendName = "triton" if device.type == "cuda" else "reference"
+    chosen = default if name is None else name
+    if not isinstance(chosen, str) or chosen not in get_args(BackendName):
+        raise InvalidInput(f"unknown backend {chosen!r}: choose 'reference' or 'triton'")
     if chosen == "reference":
         from dsv4.reference.backend import ReferenceBackend
 
         return ReferenceBackend()
-    if chosen != "triton":
-        raise InvalidInput(f"unknown backend {chosen!r}: choose 'reference' or 'triton'")
     if find_spec("triton") is None:
         raise MissingExtra(
             "the Triton backend needs the package triton, which is not installed: pip install "

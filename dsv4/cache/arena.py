@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from dsv4.cache.pages import ITEM_BYTES, ArenaName, Plane
 from dsv4.cache.schema import CacheSchema, row_bytes
+from dsv4.errors import InvalidInput
+from dsv4.units import format_bytes
 
 TORCH_DTYPES = {
     "uint8": torch.uint8,
@@ -16,15 +20,31 @@ TORCH_DTYPES = {
 }
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """On a CPU torch says so in words only."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "allocate memory" in str(error)
+
+
 class Arena:
     """uint8 [rows, row_bytes], zeroed, so that padding bytes have a value. Reused rows are not:
-    nothing outside a request's length is ever read."""
+    nothing outside a request's length is ever read. Raises InvalidInput if the device does not
+    have the memory."""
 
     def __init__(
         self, schema: CacheSchema, name: ArenaName, rows: int, device: torch.device
     ) -> None:
         self.name = name
-        self.bytes = torch.zeros((rows, row_bytes(schema, name)), dtype=torch.uint8, device=device)
+        shape = (rows, row_bytes(schema, name))
+        try:
+            self.bytes = torch.zeros(shape, dtype=torch.uint8, device=device)
+        except (RuntimeError, MemoryError) as error:  # of a GPU: OutOfMemoryError, a RuntimeError
+            if not _is_out_of_memory(error):
+                raise
+            raise InvalidInput(
+                f"{device} does not give the {format_bytes(math.prod(shape))} of the {name} arena "
+                f"({rows:,} rows): give the cache less memory or fewer requests, or free some first"
+            ) from error
 
     @property
     def rows(self) -> int:

@@ -27,9 +27,13 @@ from dsv4.cache.residency.places import EntryPlaces, ResidentAllocator
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.residency.sizes import entry_sizes, needed_entry_rows, require_fits
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
+from dsv4.cache.state import SnapshotLayout
+from dsv4.cache.step.sizes import index_bytes, plan_bytes
 from dsv4.cache.steps import Steps
 from dsv4.errors import InvalidInput, require_count, require_type
 from dsv4.ops.backend import Backend
+from dsv4.ops.device import total_bytes
+from dsv4.units import format_bytes
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
     from dsv4.cache.residency.residency import Residency
     from dsv4.cache.transfers.tiers import Tiers
     from dsv4.tiers.tier import Tier
+
+
+BOOKS_BYTES = 128  # of a block, at least: what the host keeps of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +74,8 @@ def make_parts(
         require_count("max_step_tokens", max_step_tokens, at_least=schema.model.window)
     backend = load_backend(options["backend"], device, batch_invariant=options["batch_invariant"])
     _check_backend(backend, schema)
+    needed = _needed_memory(schema, options, num_blocks=num_blocks, max_requests=max_requests)
+    _require_memory(device, needed)
     require_fits(schema, options, num_blocks=num_blocks)
     sizes = entry_sizes(schema, options, num_blocks=num_blocks, max_requests=max_requests)
     pool = places = None
@@ -110,6 +119,7 @@ def make_parts(
             pool,
             open_plans=lambda: steps.open,
             before_reuse=prefix.notices.before_reuse if prefix else None,
+            note_left=prefix.notices.entries_left if prefix else None,
         )
         make_admission = partial(parts.ResidentAdmission, residency=residency)
         make_steps = partial(parts.ResidentSteps, residency=residency)
@@ -135,6 +145,34 @@ def _check_backend(backend: Backend, schema: CacheSchema) -> None:
         backend.check_format(record)
     for layer in schema.layers:
         backend.check_ratio(layer.spec.layer, layer.spec.ratio)
+
+
+def _needed_memory(
+    schema: CacheSchema, options: ManagerOptions, *, num_blocks: int, max_requests: int
+) -> dict[str, int]:
+    """Bytes of the largest parts of a manager, each with its name."""
+    plans, tokens = options["max_open_plans"], options["max_step_tokens"]
+    snapshots = 0 if options["prefix"] is None else options["prefix"].snapshots
+    request_bytes = schema.slot_bytes + schema.block_table_row_bytes
+    step_bytes = plan_bytes(schema, max_requests=max_requests, max_tokens=tokens)
+    return {
+        f"{num_blocks:,} blocks": num_blocks * max(schema.block_bytes, BOOKS_BYTES),
+        f"{max_requests:,} requests": max_requests * request_bytes,
+        f"steps of {tokens:,} tokens, {plans:,} at a time": plans * step_bytes,
+        f"{snapshots:,} snapshots": snapshots * SnapshotLayout(schema).row_bytes,
+    }
+
+
+def _require_memory(device: torch.device, needed: dict[str, int]) -> None:
+    """Raises InvalidInput for more than all memory of a device: an attempt to take it might end the
+    process instead of raising."""
+    total, has_bytes = sum(needed.values()), total_bytes(device)
+    if has_bytes is not None and total > has_bytes:
+        parts = (f"{format_bytes(size)} for {what}" for what, size in needed.items() if size)
+        raise InvalidInput(
+            f"this cache needs {format_bytes(total)} ({'; '.join(parts)}), and {device} has "
+            f"{format_bytes(has_bytes)}: ask for less, or name a device that has more"
+        )
 
 
 def _make_prefix(
@@ -185,14 +223,21 @@ def other_bytes(schema: CacheSchema, *, max_requests: int, options: ManagerOptio
     require_type("schema", schema, CacheSchema)
     options = complete(options)
     device, nowhere = place(options), torch.device("meta")
+    max_requests = require_count("max_requests", max_requests)
+    tokens, plans = options["max_step_tokens"], options["max_open_plans"]
+    host_bytes_of_plan = index_bytes(schema, max_requests=max_requests, max_tokens=tokens)
+    _require_memory(
+        torch.device("cpu"),
+        {f"steps of {tokens:,} tokens, {plans:,} at a time": plans * host_bytes_of_plan},
+    )
     memory = CacheMemory(
         schema,
         load_backend(options["backend"], device, batch_invariant=options["batch_invariant"]),
         num_blocks=0,
-        max_requests=require_count("max_requests", max_requests),
-        max_step_tokens=options["max_step_tokens"],
+        max_requests=max_requests,
+        max_step_tokens=tokens,
         device=nowhere,
-        max_open_plans=options["max_open_plans"],
+        max_open_plans=plans,
         entry_sizes=entry_sizes(schema, options, num_blocks=0, max_requests=max_requests),
     ).memory_bytes()
     snapshots = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache import checks
+from dsv4.cache import tensor_checks
 from dsv4.cache.handle import EntryRecords, LayerCacheHandle
 from dsv4.cache.pages import CompressorLayout
 from dsv4.errors import InvalidInput, SchemaMismatch
@@ -146,8 +146,9 @@ def _check_flush(
 ) -> None:
     items = _items(handle)
     value_dtype = layout.page.format.value_dtype
-    checks.rows("rows", rows, (items.shape[0], layout.width), value_dtype, items.device)
-    checks.is_tensor("valid_mask", valid_mask)
+    check = tensor_checks.TensorChecks(handle.memory.shared.schema, items.device)
+    check.rows("rows", rows, (items.shape[0], layout.width), value_dtype)
+    tensor_checks.is_tensor("valid_mask", valid_mask)
     if valid_mask.shape != items.shape[:1] or valid_mask.dtype != torch.bool:
         raise InvalidInput(
             f"valid_mask is {valid_mask.dtype} of shape {list(valid_mask.shape)}, the step has "

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from dsv4.cache import checks
+from dsv4.cache import tensor_checks
 from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch, BatchCaptures
 from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
@@ -80,13 +80,14 @@ class LayerCacheHandle(Uncopied):
         self._block_table = memory.shared.block_table
         self.batch: Batch | None = None
         self.thread: int | None = None  # the thread that acquired it
-        self._model, self._max_context = schema.model, schema.max_context
+        self._model = schema.model
         self._value_dtype = schema.entry_format.value_dtype
         self._index_format = schema.index_format
         self._index_dtype = schema.index_format.value_dtype
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
         self._workspace, self.turn = workspace, workspace.turn
+        self._check = tensor_checks.TensorChecks(schema, self._slot_arena.device)
         self._repeats = Repeats(
             backend, (self._block_arena, self._slot_arena, self._block_table, *workspace.tensors)
         )
@@ -152,7 +153,7 @@ class LayerCacheHandle(Uncopied):
         ):
             batch = self._unwritten_batch()
         if type(weights) is not LayerWeights:
-            checks.layer_weights(weights)
+            tensor_checks.layer_weights(weights)
         projections = (c, z, index_c, index_z)
         if batch.captures is None:
             build = partial(self._append_calls, batch, weights, kv, projections)
@@ -220,7 +221,7 @@ class LayerCacheHandle(Uncopied):
         """Writes only the window rows. Wrap-around leaves exactly the newest rows that fit into the
         ring."""
         batch = self._unwritten_batch()
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         window = self._window_write(batch, kv, weights)
         step = self._step_tensors(batch, weights)
         batch.written.begin(self.layer)
@@ -246,7 +247,7 @@ class LayerCacheHandle(Uncopied):
         """
         self._require_whole_tails("write_tail")
         batch = self._decode_batch("write_tail")
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         writes = self._compressor_writes(batch, weights, c, z, index_c, index_z, compress=False)
         step = self._step_tensors(batch, weights)
         batch.written.begin(self.layer)
@@ -261,7 +262,7 @@ class LayerCacheHandle(Uncopied):
         """
         self._require_whole_tails("flush_compression")
         batch = self._decode_batch("flush_compression")
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         writes = [
             self._compressor_write(batch, layout, w, name, write_tails=False)
             for layout, w, name in (
@@ -281,14 +282,14 @@ class LayerCacheHandle(Uncopied):
         blocks."""
         self._require_whole_tails("compress_tail")
         batch = self._decode_batch("compress_tail")
-        checks.layer_weights(weights)
+        tensor_checks.layer_weights(weights)
         indexer = layout.kind == "index"
         chosen = weights.index_compressor if indexer else weights.compressor
         name = "index_" if indexer else ""
         write = self._compressor_write(batch, layout, chosen, name, write_tails=False)
         shape, dtype = (write.items.shape[0], layout.width), layout.page.format.value_dtype
-        for check in (checks.rows, checks.whole):
-            check("out", out, shape, dtype, self._slot_arena.device)
+        for check in (self._check.rows, self._check.whole):
+            check("out", out, shape, dtype)
         step = self._step_tensors(batch, weights)
         self.backend.append(step, None, (replace(write, dense=out),))
 
@@ -304,9 +305,7 @@ class LayerCacheHandle(Uncopied):
         batch.written.note_part(self.layer, ENTRIES, self._parts)
 
     def _step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
-        checks.rope_table(
-            weights.rope, self._model.rope_dim, self._max_context, self._slot_arena.device
-        )
+        self._check.rope_table(weights.rope)
         return StepTensors(
             block_arena=self._block_arena,
             slot_arena=self._slot_arena,
@@ -338,16 +337,15 @@ class LayerCacheHandle(Uncopied):
         return [
             self._compressor_write(batch, *each, compress=compress)
             for each in compressors
-            if checks.wanted(each[0], *each[2:5], self.layer)
+            if tensor_checks.wanted(each[0], *each[2:5], self.layer)
         ]
 
     def _window_write(self, batch: Batch, kv: Tensor, weights: LayerWeights) -> WindowWrite:
         page = self._window_page
-        device = self._slot_arena.device
         shape = batch.padded_tokens, page.format.width
-        checks.rows("kv", kv, shape, self._value_dtype, device)
+        self._check.rows("kv", kv, shape, self._value_dtype)
         if weights.kv_norm is not None:
-            checks.whole("kv_norm", weights.kv_norm, shape[1:], "float32", device)
+            self._check.whole("kv_norm", weights.kv_norm, shape[1:], "float32")
         return WindowWrite(
             page=page,
             kv=kv,
@@ -371,16 +369,16 @@ class LayerCacheHandle(Uncopied):
         write_tails: bool = True,
     ) -> CompressorWrite:
         assert layout is not None
-        device, rows = self._slot_arena.device, (batch.padded_tokens, layout.columns)
-        weights = checks.given(f"weights.{name}compressor", weights, self.layer)
+        rows = batch.padded_tokens, layout.columns
+        weights = tensor_checks.given(f"weights.{name}compressor", weights, self.layer)
         if weights.ape is not None or layout.key_page is None:
-            ape = checks.given(f"weights.{name}compressor.ape", weights.ape, self.layer)
-            checks.whole(f"{name}ape", ape, (layout.ratio, layout.columns), "float32", device)
-        checks.whole(f"{name}norm", weights.norm, (layout.width,), "float32", device)
+            ape = tensor_checks.given(f"weights.{name}compressor.ape", weights.ape, self.layer)
+            self._check.whole(f"{name}ape", ape, (layout.ratio, layout.columns), "float32")
+        self._check.whole(f"{name}norm", weights.norm, (layout.width,), "float32")
         for label, tensor in ((f"{name}c", c), (f"{name}z", z)):
             if tensor is not None:
                 dtype = "float32" if layout.gated else self._value_dtype
-                checks.rows(label, tensor, rows, dtype, device)
+                self._check.rows(label, tensor, rows, dtype)
         if layout.key_page is not None:
             self._check_projection(layout, keys)
         return CompressorWrite(
@@ -396,11 +394,11 @@ class LayerCacheHandle(Uncopied):
         )
 
     def _check_projection(self, layout: CompressorLayout, keys: KeyProjection | None) -> None:
-        keys = checks.given("weights.index_projection", keys, self.layer)
-        device, width = self._slot_arena.device, self._model.index_dim
+        keys = tensor_checks.given("weights.index_projection", keys, self.layer)
+        width = self._model.index_dim
         shape = (width, layout.width)
-        checks.whole("index_projection.weight", keys.weight, shape, self._value_dtype, device)
-        checks.whole("index_projection.norm", keys.norm, (width,), "float32", device)
+        self._check.whole("index_projection.weight", keys.weight, shape, self._value_dtype)
+        self._check.whole("index_projection.norm", keys.norm, (width,), "float32")
 
     def _require_whole_tails(self, call: str) -> None:
         """Raises SchemaMismatch where groups cannot be closed from the tails."""
@@ -419,12 +417,10 @@ class LayerCacheHandle(Uncopied):
         head_dim]. K and V are this one tensor. An index below 0, or of an entry that the token
         cannot see, gives zeros; rows of padding tokens are unchanged."""
         batch = self._readable_batch()
-        width = self._model.head_dim
-        device = self._slot_arena.device
         rows = batch.padded_tokens, "k"
-        checks.whole("indices", indices, rows, "int32", device, checks.OF_ROWS)
-        shape = (*indices.shape, width)
-        out = _result("out", out, shape, self._value_dtype, device)
+        self._check.whole("indices", indices, rows, "int32", tensor_checks.OF_ROWS)
+        shape = (*indices.shape, self._model.head_dim)
+        out = self._result("out", out, shape, self._value_dtype)
         token = token_columns(batch.tokens)
         self.backend.gather_entries(
             self.read_classical_view().source,
@@ -444,12 +440,12 @@ class LayerCacheHandle(Uncopied):
         unchanged."""
         batch = self._readable_batch()
         requests = batch.request_rows.shape[0]
-        checks.is_tensor("out", out)
+        tensor_checks.is_tensor("out", out)
         if out.dim() != 3:
             raise InvalidInput(f"out has shape {list(out.shape)}, expected [requests, n, head_dim]")
         shape = (requests, out.shape[1], self._model.head_dim)
-        out = _result("out", out, shape, self._value_dtype, self._slot_arena.device)
-        lengths = _result("lengths", lengths, (requests,), "int32", out.device)
+        out = self._result("out", out, shape, self._value_dtype)
+        lengths = self._result("lengths", lengths, (requests,), "int32")
         request = request_columns(batch.request_rows)
         self.backend.gather_all_entries(
             self.read_classical_view().source,
@@ -471,10 +467,9 @@ class LayerCacheHandle(Uncopied):
         batch.written.require_written(self.layer)
         if batch.window_cut:
             raise PlanError("windows of a cut replay are not gathered: attend cuts them")
-        rows, device = batch.padded_tokens, self._slot_arena.device
-        shape = (rows, self.schema.window, self._model.head_dim)
-        out = _result("out", out, shape, self._value_dtype, device)
-        lengths = _result("lengths", lengths, (rows,), "int32", device)
+        shape = (batch.padded_tokens, self.schema.window, self._model.head_dim)
+        out = self._result("out", out, shape, self._value_dtype)
+        lengths = self._result("lengths", lengths, shape[:1], "int32")
         token = token_columns(batch.tokens)
         self.backend.gather_window(
             self.window_source(batch),
@@ -545,18 +540,17 @@ class LayerCacheHandle(Uncopied):
     ) -> list[partial[None]]:
         keys, model = self.memory.index_keys, self._model
         assert keys is not None
-        device, dtype = self._slot_arena.device, self._index_dtype
         rows, heads = batch.padded_tokens, model.index_heads
         require_flag("prepared", prepared)
         require_flag("round_bf16", round_bf16)
         count = model.index_topk if top_k is None else require_count("top_k", top_k)
-        needed = rows, "heads", model.index_dim
-        checks.whole("q", q, needed, dtype, device, checks.OF_ROWS)
+        needed, dtype = (rows, "heads", model.index_dim), self._index_dtype
+        self._check.whole("q", q, needed, dtype, tensor_checks.OF_ROWS)
         if q.shape[1] != heads:
             self._refuse_index_heads(q.shape[1])
-        checks.rows("index_weights", index_weights, (rows, heads), dtype, device, aligned=False)
-        checks.rope_table(rope, model.rope_dim, self._max_context, device)
-        checks.result("out", out, (rows, count), "int32", device)
+        self._check.rows("index_weights", index_weights, (rows, heads), dtype, aligned=False)
+        self._check.rope_table(rope)
+        self._check.result("out", out, (rows, count), "int32")
         bounds = None
         if candidates is not None or self.schema.spec.candidates_of is not None:
             bounds = self._candidates(candidates, rows, count)
@@ -608,8 +602,7 @@ class LayerCacheHandle(Uncopied):
                 f"layer {self.layer} neither gives candidates nor takes any: leave them out"
             )
         width, size = model.candidate_blocks, model.candidate_block_entries
-        device = self._slot_arena.device
-        checks.whole("candidates", blocks, (rows, "k"), "int32", device, checks.OF_ROWS)
+        self._check.whole("candidates", blocks, (rows, "k"), "int32", tensor_checks.OF_ROWS)
         if blocks.shape[1] != width:
             raise InvalidInput(
                 f"candidates have {blocks.shape[1]} columns, the model has {width} candidate blocks"
@@ -645,13 +638,12 @@ class LayerCacheHandle(Uncopied):
         `q` [tokens, heads, head_dim] after RoPE (`dsv4.apply_rope`) is of the type of out: bf16, or
         fp32 where the formats keep fp32; `sink` fp32 [heads] joins the denominator. CSA layers read
         the entries in `indices` (of `select`), HCA layers all visible ones, SWA layers none. With
-        `inverse_rope`, the layer's table, the output is rotated back.
-        Raises PlanError before `append`, its own or that of the layer whose entries it reads,
-        InvalidInput.
+        `inverse_rope`, the layer's table, the output is rotated back. Raises InvalidInput, and
+        PlanError before `append`, its own or that of the layer whose entries it reads.
         """
         batch = self._readable_batch()
         if not isinstance(q, Tensor):
-            checks.is_tensor("q", q)
+            tensor_checks.is_tensor("q", q)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None:
@@ -671,19 +663,14 @@ class LayerCacheHandle(Uncopied):
         lse: Tensor,
         inverse_rope: Tensor | None,
     ) -> list[partial[None]]:
-        device, spec, entries = self._slot_arena.device, self.schema.spec, self.memory.entries
-        dtype, rows = self._value_dtype, batch.padded_tokens
-        needed = rows, "heads", self._model.head_dim
-        checks.whole("q", q, needed, dtype, device, checks.OF_ROWS)
-        checks.whole("sink", sink, (q.shape[1],), "float32", device)
+        spec, entries, rows = self.schema.spec, self.memory.entries, batch.padded_tokens
+        self._check_queries(rows, q, sink, inverse_rope)
         if (indices is not None) != (spec.attention is AttentionType.CSA):
             self._refuse_indices(indices)
         if indices is not None:
-            checks.whole("indices", indices, (rows, "k"), "int32", device, checks.OF_ROWS)
-        if inverse_rope is not None:
-            checks.rope_table(inverse_rope, self._model.rope_dim, self._max_context, device)
-        checks.result("out", out, tuple(q.shape), dtype, device)
-        checks.result("lse", lse, tuple(q.shape[:2]), "float32", device)
+            self._check.whole("indices", indices, (rows, "k"), "int32", tensor_checks.OF_ROWS)
+        self._check.result("out", out, tuple(q.shape), self._value_dtype)
+        self._check.result("lse", lse, tuple(q.shape[:2]), "float32")
         attention = Attention(
             q=q,
             sink=sink,
@@ -729,7 +716,7 @@ class LayerCacheHandle(Uncopied):
         stays unwritten: `abandon` it when all draft layers have drafted. Three launches. Raises
         SchemaMismatch on other layers, PlanError, InvalidInput.
         """
-        model, device = self._model, self._slot_arena.device
+        model = self._model
         if not self.schema.spec.draft or not model.draft_block:
             raise SchemaMismatch(f"layer {self.layer} does not draft several tokens")
         batch = self.open_batch()
@@ -749,13 +736,9 @@ class LayerCacheHandle(Uncopied):
                 "rejected or taken back: run a token first, or build the schema with a greater "
                 "ring_rows"
             )
-        checks.layer_weights(weights)
-        rows, workspace = batch.padded_tokens, self._workspace
-        needed = rows, "heads", model.head_dim
-        checks.whole("q", q, needed, self._value_dtype, device, checks.OF_ROWS)
-        checks.whole("sink", sink, (q.shape[1],), "float32", device)
-        if inverse_rope is not None:
-            checks.rope_table(inverse_rope, model.rope_dim, self._max_context, device)
+        tensor_checks.layer_weights(weights)
+        workspace = self._workspace
+        self._check_queries(batch.padded_tokens, q, sink, inverse_rope)
         window = replace(
             self._window_write(batch, kv, weights),
             window=self.schema.window + model.draft_block,
@@ -764,8 +747,8 @@ class LayerCacheHandle(Uncopied):
             keep=False,
         )
         step = self._step_tensors(batch, weights)
-        out = _result("out", out, tuple(q.shape), self._value_dtype, device)
-        lse = _result("lse", lse, (rows, q.shape[1]), "float32", device)
+        out = self._result("out", out, tuple(q.shape), self._value_dtype)
+        lse = self._result("lse", lse, tuple(q.shape[:2]), "float32")
         self.backend.append(step, window, ())
         self.backend.attend(
             Attention(
@@ -798,6 +781,25 @@ class LayerCacheHandle(Uncopied):
             window=self.schema.window,
             staged=not batch.is_decode,
         )
+
+    def _check_queries(
+        self, rows: int, q: Tensor, sink: Tensor, inverse_rope: Tensor | None
+    ) -> None:
+        needed = rows, "heads", self._model.head_dim
+        self._check.whole("q", q, needed, self._value_dtype, tensor_checks.OF_ROWS)
+        self._check.whole("sink", sink, (q.shape[1],), "float32")
+        if inverse_rope is not None:
+            self._check.rope_table(inverse_rope)
+
+    def _result(
+        self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: str
+    ) -> Tensor:
+        """The caller's tensor, checked, or a new one."""
+        if given is None:
+            device = self._slot_arena.device
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        self._check.result(name, given, shape, dtype)
+        return given
 
     # ---- batches -----------------------------------------------------------------------------
 
@@ -867,17 +869,3 @@ def _tensors_of(weights: LayerWeights) -> tuple[Tensor | None, ...]:
         *((None, None) if index is None else (index.ape, index.norm)),
         *((None, None) if keys is None else (keys.weight, keys.norm)),
     )
-
-
-def _result(
-    name: str,
-    given: Tensor | None,
-    shape: tuple[int, ...],
-    dtype_name: str,
-    device: torch.device,
-) -> Tensor:
-    """The caller's tensor, checked, or a new one."""
-    if given is None:
-        return torch.empty(shape, dtype=getattr(torch, dtype_name), device=device)
-    checks.result(name, given, shape, dtype_name, device)
-    return given

@@ -107,7 +107,7 @@ def place(options: ManagerOptions) -> torch.device:
         raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
     try:
         return torch.empty(0, device=torch.device(named)).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
         raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
 
 

@@ -207,7 +207,7 @@ class CacheSchema:
         context = require_count(
             "max_context", model.max_context if max_context is None else max_context
         )
-        if hca_state not in get_args(HcaState):
+        if not isinstance(hca_state, str) or hca_state not in get_args(HcaState):
             raise InvalidInput(
                 f"hca_state={hca_state!r}: choose one of {', '.join(get_args(HcaState))}"
             )

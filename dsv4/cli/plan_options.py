@@ -54,7 +54,7 @@ def check_partners(names: Collection[str]) -> None:
     for name, partners in PARTNERS.items():
         if name in names and not any(partner in names for partner in partners):
             needed = " or ".join(map(_option, partners))
-            raise InvalidInput(f"{_option(name)} says something only with {needed}: give that too")
+            raise InvalidInput(f"{_option(name)} has no meaning without {needed}: give that too")
     if "gpus" in names:
         for name in NOT_WITH_GPUS:
             if name in names:

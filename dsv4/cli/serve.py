@@ -33,26 +33,28 @@ def serve_command(
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")
+    ] = 8000,
     memory: Annotated[
-        Text, typer.Option(help="For the cache on the device, like 40GiB. [default: as needed]")
+        Text, typer.Option(help="Device memory for the cache, like 40GiB. [default: as needed]")
     ] = None,
     host_memory: Annotated[
         Text,
-        typer.Option(help="For entries of requests that do not fit on the device, like 256GiB."),
+        typer.Option(help="Host memory for entries that do not fit on the device, like 256GiB."),
     ] = None,
     host_tier: Annotated[
-        Text, typer.Option(help="Host memory that keeps what is evicted from the device.")
+        Text, typer.Option(help="Host memory for what is evicted from the device, like 64GiB.")
     ] = None,
     disk: Annotated[
         Path | None,
-        typer.Option(help="A directory that keeps conversations when the server ends."),
+        typer.Option(help="A directory in which conversations outlive the server."),
     ] = None,
-    disk_size: Annotated[str, typer.Option(help="Most bytes of it.")] = "64GiB",
+    disk_size: Annotated[str, typer.Option(help="Most bytes in that directory.")] = "64GiB",
     key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Has the key of names and records, in hex digits. [default: that of DSV4_KEY]"
+            help="File with the key of names and records, in hex digits. [default: DSV4_KEY]"
         ),
     ] = None,
     encrypt: Annotated[
@@ -63,15 +65,16 @@ def serve_command(
         typer.Option(help="Publish KV events for routers here, like tcp://127.0.0.1:5557."),
     ] = None,
     events_replay: Annotated[
-        Text, typer.Option(help="Where they ask for what they missed, like tcp://127.0.0.1:5558.")
+        Text,
+        typer.Option(help="Replay events that routers missed here, like tcp://127.0.0.1:5558."),
     ] = None,
     events_topic: Annotated[str, typer.Option(help="Topic of the events.")] = "",
     explain: Annotated[
         bool,
         typer.Option(
             "--explain",
-            help="Say in each usage why no more was cached. Those who share a salt can find out "
-            "each other's prompts with that.",
+            help="Say in the usage of each answer why no more of its prompt was cached. Users who "
+            "share a salt can find out each other's prompts with that.",
         ),
     ] = False,
     context: Annotated[
@@ -79,38 +82,42 @@ def serve_command(
     ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
     step_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a step: a decode waits no longer than for these.")
+        int, typer.Option(min=1, help="Most tokens of a step; a decode waits for one step at most.")
     ] = 512,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; others get 429.")
     ] = 256,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a chat's answer, unless its request says.")
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer, if its request sets no limit."),
     ] = None,
     max_body: Annotated[str, typer.Option(help="Most bytes of a request's body.")] = "8MiB",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds a request may take.")] = 600.0,
     drain: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that Ctrl-C leaves to running requests.")
+        float, typer.Option(min=0.001, help="Seconds that running requests have after Ctrl-C.")
     ] = 60.0,
     api_key: Annotated[
         Text,
         typer.Option(
-            envvar="DSV4_API_KEY", show_envvar=True, help="Clients must send it.", metavar="KEY"
+            envvar="DSV4_API_KEY",
+            show_envvar=True,
+            help="Key that clients must send.",
+            metavar="KEY",
         ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(help="A web page's origin that may call; may be repeated.", metavar="URL"),
+        typer.Option(help="Origin of a web page that may call; may be repeated.", metavar="URL"),
     ] = None,
     json_logs: Annotated[bool, typer.Option("--json-logs", help="Log JSON objects.")] = False,
     ray: Annotated[
         bool, typer.Option("--ray", help="Serve replicas on Ray (docs/ray.md).")
     ] = False,
     ray_address: Annotated[
-        Text, typer.Option(help="Of a cluster. [default: one on this machine, until this ends]")
+        Text, typer.Option(help="Address of a Ray cluster. [default: start one on this machine]")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="With --ray: that run prompts and answers.")
+        int | None, typer.Option(min=1, help="With --ray: replicas that run prompts and answers.")
     ] = None,
     prefill: Annotated[
         int | None, typer.Option(min=1, help="With --ray: replicas that run prompts.")
@@ -119,10 +126,13 @@ def serve_command(
         int | None, typer.Option(min=1, help="With --ray: replicas that run answers.")
     ] = None,
     routing: Annotated[
-        Text, typer.Option(help="With --ray: prefix, sticky or round-robin. [default: prefix]")
+        Text,
+        typer.Option(
+            help="With --ray: route requests by prefix, sticky or round-robin. [default: prefix]"
+        ),
     ] = None,
     gpus: Annotated[
-        float | None, typer.Option(min=0, help="With --ray: of a replica. [default: 0]")
+        float | None, typer.Option(min=0, help="With --ray: GPUs of each replica. [default: 0]")
     ] = None,
 ) -> None:
     """Serve a model: OpenAI's and Anthropic's API over the cache."""

@@ -46,7 +46,9 @@ def simulate_command(
     model: Annotated[str, typer.Option(help="A preset, or the path of a config.json.")] = (
         "v4-flash"
     ),
-    replicas: Annotated[str, typer.Option(help="How many; several with commas: 1,2,4.")] = "1",
+    replicas: Annotated[
+        str, typer.Option(help="How many replicas; several with commas: 1,2,4.")
+    ] = "1",
     memory: Annotated[
         str,
         typer.Option(
@@ -59,7 +61,10 @@ def simulate_command(
     ] = "0",
     disk: Annotated[str, typer.Option(help="A replica's disk: 4TB; several with commas.")] = "0",
     routing: Annotated[
-        str, typer.Option(help=f"Who gets a request: {', '.join(ROUTINGS)}; several with commas.")
+        str,
+        typer.Option(
+            help=f"Which replica gets a request: {', '.join(ROUTINGS)}; several with commas."
+        ),
     ] = "prefix",
     policy: Annotated[
         str, typer.Option(help=f"What is evicted first: {', '.join(POLICIES)}; or several.")
@@ -87,11 +92,13 @@ def simulate_command(
         float | None, typer.Option(help="Steps per second of a replica that decodes.")
     ] = None,
     host_rate: Annotated[
-        str | None, typer.Option(help="At which prompts come back from host memory: 3GB/s.")
+        str | None, typer.Option(help="Rate at which prompts come back from host memory: 3GB/s.")
     ] = None,
-    disk_rate: Annotated[str | None, typer.Option(help="The same from the disk.")] = None,
+    disk_rate: Annotated[
+        str | None, typer.Option(help="Rate at which prompts come back from the disk.")
+    ] = None,
     link_rate: Annotated[
-        str | None, typer.Option(help="At which steps fetch entries, with residency: 50GB/s.")
+        str | None, typer.Option(help="Rate at which steps fetch entries, with residency: 50GB/s.")
     ] = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = 128,
     max_requests: Annotated[int, typer.Option(help="Requests that a replica runs at once.")] = 64,

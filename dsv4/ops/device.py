@@ -3,6 +3,7 @@ graphs use the current device, whatever tensors they are given."""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,3 +20,12 @@ def is_current(device: torch.device) -> bool:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, kernels are launched on a device, and events are recorded there."""
     return _HERE if is_current(device) else torch.cuda.device(device)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """All memory of a device, used or not; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None

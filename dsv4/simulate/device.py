@@ -275,7 +275,6 @@ class Device:
             return 0
         pin = self.pins.pin(trail, lasting=False) if first else None
         count = min(count, self.spare)
-        landed = 0
         try:
             reserved = self._supply.reserve(count, [Asker(trail, count)])
             block_ids = self._supply.settle_in_flight(reserved)
@@ -284,27 +283,11 @@ class Device:
         finally:
             if pin is not None:
                 self.pins.unpin(pin)
-        unused = []
-        for nth, block_id in enumerate(block_ids, first):
-            node = self.index.get(trail.digest(nth))
-            if node is None:
-                node = self.index.add(
-                    trail.digest(nth),
-                    block_id,
-                    parent,
-                    landed=True,
-                    hints=trail.hints,
-                    root=trail.root,
-                )
-                self.notices.landed(node, trail)
-                landed += 1
-            else:
-                unused.append(block_id)
-            parent = node
+        unused = self.index.land(trail, first, block_ids, self.notices.landed)
         self.allocator.give_back(unused)
-        if parent is not None and count:
-            self.index.touch(parent)
-        return landed
+        if count and (node := self.index.get(trail.digest(first + count - 1))):
+            self.index.touch(node)
+        return count - len(unused)
 
     def land_snapshot(self, digest: bytes) -> bool:
         """Brings the state at the end of a cached block from a tier. Returns whether a row was free

@@ -56,7 +56,7 @@ class MooncakeTier(QueuedTier):
         name: str = "mooncake",
         limits: Limits | None = None,
     ) -> None:
-        super().__init__(name, limits or Limits(threads=3))
+        super().__init__(name, Limits(threads=3) if limits is None else limits)
         self._client_class = _client_class()
         for option, value in (("host", host), ("metadata", metadata), ("protocol", protocol)):
             require_type(option, value, str)

@@ -48,7 +48,8 @@ class ObjectTier(QueuedTier):
         name: str = "object",
         limits: Limits | None = None,
     ) -> None:
-        limits = limits or Limits(threads=8, deadline_s=20.0)
+        if limits is None:
+            limits = Limits(threads=8, deadline_s=20.0)
         super().__init__(name, limits)
         self._obstore = obstore = _obstore()
         # the last repetition begins after 4 + 1 tenths of the deadline, and takes 5

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import dsv4
 from dsv4.cache import build
+from dsv4.cache.arena import Arena
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.options import ManagerOptions, complete
 from dsv4.cache.schema import CacheSchema
@@ -95,9 +97,18 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidInput, match="it has block_tokens"):
         dsv4.Cache("tiny", memory=MEMORY, xyz=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidInput, match="write 80GiB"):
-        dsv4.Cache("tiny", memory="64G")
+        dsv4.Cache("tiny", memory="64X")
     with pytest.raises(SchemaError, match="multiple of 128"):
         dsv4.Cache("tiny", memory=MEMORY, block_tokens=100)
     with pytest.raises(PoolTooSmall) as error:
         dsv4.Cache("tiny", memory="1MiB")
     dsv4.Cache("tiny", memory=error.value.minimum_bytes)
+
+
+def test_memory_that_the_machine_does_not_have() -> None:
+    """More than a process can address, so that the system refuses it wherever this runs."""
+    schema = CacheSchema.build(ModelSpec.load("tiny"))
+    with pytest.raises(
+        InvalidInput, match=r"cpu does not give the .* PiB of the block arena \(68,719,"
+    ):
+        Arena(schema, "block", 1 << 36, torch.device("cpu"))

@@ -11,7 +11,7 @@ from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.schema import CacheSchema, compute_block_budget
 from dsv4.errors import InvalidInput, PoolTooSmall
 from dsv4.model import ModelSpec
-from tests.support.owned import owned_bytes
+from tests.support.owned import bytes_of
 
 SCHEMA = CacheSchema.build(ModelSpec.preset("tiny"), max_context=4096, max_draft_tokens=2)
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def test_no_more_is_allocated_than_asked(options: dict[str, Any], requests: int)
     asked = 200 * MIB
     made = KVCacheManager.from_memory(SCHEMA, memory_bytes=asked, max_requests=requests, **options)
     total = made.memory_bytes().total
-    assert owned_bytes(made) == total  # all tensors that the manager has
+    assert bytes_of(made) == total  # all tensors that the manager has
     assert asked - SCHEMA.block_bytes < total <= asked
     other = KVCacheManager.other_bytes(SCHEMA, max_requests=requests, **options)
     budget = compute_block_budget(
@@ -45,14 +45,14 @@ def test_a_step_leaves_nothing_allocated():
     made = KVCacheManager.from_memory(
         SCHEMA, memory_bytes=20 * MIB, max_requests=3, max_step_tokens=400, prefix=PrefixOptions()
     )
-    before = owned_bytes(made)
+    before = bytes_of(made)
     request = made.admit_request(list(range(300)))
     plan = made.prepare_forward([(request, 300)])
     plan.mark_appended()
     made.commit(plan, ids=list(range(300)))
     made.fork(request, 1)
     made.rewind(request, 100)
-    assert owned_bytes(made) == before
+    assert bytes_of(made) == before
 
 
 def test_a_budget_for_other_options_is_refused():
@@ -66,7 +66,7 @@ def test_a_budget_for_other_options_is_refused():
 
 
 def test_too_little_memory_says_how_much_is_needed():
-    with pytest.raises(PoolTooSmall, match="bytes in addition") as caught:
+    with pytest.raises(PoolTooSmall, match="in addition") as caught:
         KVCacheManager.from_memory(SCHEMA, memory_bytes=MIB, max_requests=2, max_step_tokens=64)
     least = caught.value.minimum_bytes
     for memory_bytes in (least - 1, least):
@@ -79,3 +79,30 @@ def test_too_little_memory_says_how_much_is_needed():
             KVCacheManager.from_memory(
                 SCHEMA, memory_bytes=memory_bytes, max_requests=2, max_step_tokens=64
             )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_blocks": 1 << 40}, "1,099,511,627,776 blocks"),
+        ({"max_requests": 1 << 63}, "9,223,372,036,854,775,808 requests"),
+        ({"max_step_tokens": 1 << 40}, "steps of 1,099,511,627,776 tokens, 1 at"),
+        ({"max_open_plans": 1 << 40}, "steps of 8,192 tokens, 1,099,511,627,776 at"),
+        ({"prefix": PrefixOptions(snapshots=1 << 40)}, "1,099,511,627,776 snapshots"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_more_memory_than_there_is_is_refused_before_any_is_taken(
+    options: dict[str, Any], said: str
+):
+    """What the host keeps of blocks grew until the system ended the process."""
+    sizes: dict[str, Any] = {"num_blocks": 4, "max_requests": 2} | options
+    with pytest.raises(InvalidInput, match=rf"for {said}.*and cpu has .*: ask for less"):
+        KVCacheManager(SCHEMA, **sizes)
+
+
+def test_a_budget_above_what_there_is_is_refused():
+    for sizes in ({"memory_bytes": 1 << 63}, {"max_requests": 1 << 40}):
+        given = {"memory_bytes": 100 * MIB, "max_requests": 2} | sizes
+        with pytest.raises(InvalidInput, match="and cpu has"):
+            KVCacheManager.from_memory(SCHEMA, **given)

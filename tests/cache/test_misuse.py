@@ -246,9 +246,10 @@ def test_what_a_layer_is_not_bound_to():
     "options",
     [
         *({"tiers": odd} for odd in (*ODD[:9], [3], ["disk"], {"a": 1}, np.array([1, 2]))),
-        *({"device": odd} for odd in ("nowhere", "cuda:99", None, 1.5, True, [], "")),
+        *({"device": odd} for odd in ("nowhere", "cuda:99", None, 1.5, True, [], "", 1 << 63)),
+        *({"handoff": odd} for odd in ODD[1:]),
         *({"prefix": odd} for odd in (True, "full", {}, PrefixOptions)),
-        *({"backend": odd} for odd in ("cuda", 3, True)),
+        *({"backend": odd} for odd in ("cuda", "", 3, True, ODD[-1], ODD[-3])),
         *({"num_blocks": odd} for odd in NO_COUNT),
         *({"max_requests": odd} for odd in NO_COUNT),
         *({"max_step_tokens": odd} for odd in NO_COUNT),
@@ -267,7 +268,12 @@ def test_what_is_no_option_of_a_manager(options: dict[str, Any]):
     [
         *(lambda odd=odd: PrefixOptions(policy=odd) for odd in ("full", None, 3, SnapshotPolicy)),
         *(lambda odd=odd: PrefixOptions(snapshots=odd) for odd in (None, True, -1, "4", 2.0)),
-        *(lambda odd=odd: PrefixOptions(where=odd) for odd in (None, "disk", 3)),
+        *(lambda odd=odd: PrefixOptions(where=odd) for odd in (None, "disk", 3, *ODD[-3:])),
+        *(lambda odd=odd: PrefixOptions(replay=odd) for odd in (None, "", 3, *ODD[-3:])),
+        *(
+            lambda odd=odd: CacheSchema.build(TINY, hca_state=odd)
+            for odd in (None, "", 3, *ODD[-3:])
+        ),
         *(lambda odd=odd: PrefixOptions(model_id=odd) for odd in (None, 3, b"a")),
         lambda: SnapshotPolicy("often"),  # type: ignore[arg-type]
         lambda: SnapshotPolicy("periodic", True),

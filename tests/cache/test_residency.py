@@ -25,7 +25,7 @@ from dsv4.reference import host_entries
 from dsv4.tiers.disk import DiskTier
 from tests.support.attending_model import AttendingModel
 from tests.support.faults import DeviceFault, Faults, Interrupts
-from tests.support.owned import owned_bytes
+from tests.support.owned import bytes_of
 
 TINY = ModelSpec.preset("tiny")
 SIZES: dict[str, Any] = {"max_context": 2048, "max_draft_tokens": 1}
@@ -47,7 +47,7 @@ def made(schema: CacheSchema = APART, **options: Any) -> KVCacheManager:
     manager.block_arena.bytes.fill_(POISON)
     if manager.memory.entries is not None:
         manager.memory.entries.arena.bytes.fill_(POISON)
-        residency(manager).host._pool.bytes.fill_(POISON)
+        residency(manager)._pool.bytes.fill_(POISON)
     return manager
 
 
@@ -131,7 +131,7 @@ def test_no_more_is_allocated_than_asked_of_either_memory():
     assert stats.host_bytes <= host
     assert memory.total <= asked
     assert asked - memory.total < APART.block_bytes + APART.entries_bytes
-    assert owned_bytes(manager) == memory.total + stats.host_bytes
+    assert bytes_of(manager) == memory.total + stats.host_bytes
     assert manager.table.allocator.total == stats.host_bytes // APART.entries_bytes
 
 
@@ -193,7 +193,7 @@ def test_a_state_goes_to_a_disk_and_comes_back(tmp_path: Path):
     manager.tiers.suspend(request)
     assert manager.tiers.drain(120)
     manager.evict()
-    for memory in (manager.memory.entries.arena.bytes, residency(manager).host._pool.bytes):  # type: ignore[union-attr]
+    for memory in (manager.memory.entries.arena.bytes, residency(manager)._pool.bytes):  # type: ignore[union-attr]
         memory.fill_(POISON)
     manager.block_arena.bytes.fill_(POISON)
     back = manager.tiers.resume(IDS[:1301], timeout_s=120)
@@ -449,7 +449,7 @@ def test_blocks_whose_copies_fail_stay_on_the_device_until_they_can_be_copied(
         raise DeviceFault("CUDA error: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(held.host._copies, "down", fail)
+        patch.setattr(held.copies._copies, "down", fail)
         found = run(manager, request, 900, chunk=128)
         assert held.places.in_host.sum() == 0
         with pytest.raises(OutOfBlocks, match="rows for entries needed") as caught:
@@ -484,7 +484,7 @@ class Late(Mark):
 def running_late(manager: KVCacheManager, patch: pytest.MonkeyPatch) -> list[tuple[Late, int]]:
     """From now on copies to host memory run until they are waited for. Each with how many blocks
     it is of."""
-    copies, begun = residency(manager).host._copies, list[tuple[Late, int]]()
+    copies, begun = residency(manager).copies._copies, list[tuple[Late, int]]()
     down = copies.down
 
     def late(rows: Any) -> Late:
@@ -519,7 +519,7 @@ def test_whoever_reads_what_counts_as_copied_waits_for_it(monkeypatch: pytest.Mo
     run(manager, request, 1300, chunk=256)
     held = residency(manager)
     assert held.places.left > 0
-    mark = held.host._early
+    mark = held.copies._early
     assert mark in [each for each, _ in begun]
     before = mark.waited
     manager.extend(request, 100)
@@ -528,7 +528,7 @@ def test_whoever_reads_what_counts_as_copied_waits_for_it(monkeypatch: pytest.Mo
     held.target_of(0)
     assert mark.is_over
     run(manager, request, 1304, chunk=1)
-    assert held.host._early is not mark
+    assert held.copies._early is not mark
     assert torch.equal(torch.cat(run(manager, request, 1320, chunk=1)), expected(1304, 1320))
 
 

@@ -87,7 +87,7 @@ def transfers(manager: KVCacheManager) -> Any:
 
 def test_what_comes_back_of_an_evicted_block_is_only_what_stays_on_the_device():
     manager, tier = with_host()
-    pool = manager._residency.host._pool  # type: ignore[union-attr]
+    pool = manager._residency._pool  # type: ignore[union-attr]
     request = manager.admit_request(IDS[:1300])
     run(manager, request, 1300)
     rows = [int(rows_of(manager).row_of[b]) for b in request.block_ids[:10]]
@@ -252,7 +252,7 @@ def test_entries_that_cannot_be_copied_down_are_no_record_until_they_are(
         raise DeviceFault("CUDA error: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(residency.host._copies, "down", fail)
+        patch.setattr(residency.copies._copies, "down", fail)
         run(manager, request, 500)
         assert not manager.tiers.drain(0.05)
         assert not len(tier._rows)

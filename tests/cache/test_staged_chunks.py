@@ -98,10 +98,10 @@ def leave(manager: KVCacheManager) -> int:
     """All blocks that may leave the device do; returns how many are in host memory only."""
     residency = manager._residency
     assert residency is not None
-    residency.host.pump()
+    residency.copies.pump()
     for block_id in [b for b in residency.places.with_rows() if residency.places.in_host[b]]:
         residency._leave(block_id)
-    residency._send()
+    residency.tables.send()
     entries = manager.memory.entries
     assert entries is not None
     entries.arena.bytes[residency.places._free] = POISON

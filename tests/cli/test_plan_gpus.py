@@ -128,7 +128,7 @@ def test_several_gpus_as_memory_are_gpus() -> None:
 def test_an_option_without_its_partner_says_so(options: list[str], partner: str) -> None:
     result = run("v4-flash", *options)
     assert result.exit_code == 2
-    assert f"{options[0]} says something only with {partner}" in result.stderr
+    assert f"{options[0]} has no meaning without {partner}" in result.stderr
 
 
 def test_questions_about_one_cache_are_not_mixed_with_gpus() -> None:

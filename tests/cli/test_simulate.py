@@ -104,7 +104,7 @@ def test_hits_alone_and_repeated(trace: Path) -> None:
     [
         (("--replicas", "one"), "whole numbers"),
         (("--replicas", ","), "give a value"),
-        (("--memory", "80G"), "80GB"),
+        (("--memory", "80X"), "80GB"),
         (("--routing", "best"), "round-robin"),
         (("--policy", "best"), "lru"),
         (("--residency", "yes"), "on, off"),

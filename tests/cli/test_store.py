@@ -284,7 +284,7 @@ def test_errors_are_one_line(root: Path, tmp_path: Path) -> None:
         (("ls", tmp_path / "none"), "cannot be a disk tier's directory"),
         (("prune", root), "say what to remove"),
         (("prune", root, "--unused-for", "soon"), "give a number and s, m, h or d"),
-        (("prune", root, "--to", "80G"), "80G"),
+        (("prune", root, "--to", "80X"), "80X"),
         (("prune", root, "--fingerprint", "xyz"), "4 to 64 hexadecimal digits"),
     ):
         result = run(*arguments)

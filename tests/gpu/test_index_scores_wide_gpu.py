@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.cache import records
 from dsv4.kernels.hopper import index_scores as narrow
 from dsv4.kernels.hopper import index_scores_wide as wide
+from dsv4.kernels.hopper.scores_common import WIDTH
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
 from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
@@ -18,7 +19,7 @@ from tests.support.numbers import Numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
-RECORD = records.index_format("mxfp4", index_dim=wide.WIDTH)
+RECORD = records.index_format("mxfp4", index_dim=WIDTH)
 GUARD = 0xA5
 # runs that begin and end anywhere in a band, one token alone, tokens without enough entries
 RUNS = [(0, 700, 133), (1, 2_000, 1), (2, 0, 70), (1, 900, 45), (None, 0, 3), (0, 5_000, 129)]
@@ -42,13 +43,13 @@ def case(
         exponent = numbers.integers(0, 6 if far else 2, *shape[:-1], 4, 1)
         return (x * torch.exp2(exponent.float())).view(shape).to(torch.bfloat16)
 
-    values = [spans(count, wide.WIDTH) for count in (1_283, 512, 18)]
+    values = [spans(count, WIDTH) for count in (1_283, 512, 18)]
     values[0][7, 5] = torch.nan
     values[0][8] = 0
     values[0][9, 32:96] = 0
     keys = make_keys(RECORD, values, page_rows=page_rows, seed=seed)
     tokens = make_tokens(rows())
-    q = round_trip(RECORD, spans(len(tokens), heads, wide.WIDTH))
+    q = round_trip(RECORD, spans(len(tokens), heads, WIDTH))
     q[3, 5], q[4] = 0, 0
     q[6, 1, 3] = torch.nan
     weights = numbers.normal(len(tokens), heads).to(torch.bfloat16)
@@ -101,9 +102,9 @@ def test_runs_equal_the_reference(heads: int, page_rows: int, skip_visible: int,
 def test_many_tokens_equal_the_kernel_of_few(heads: int) -> None:
     numbers = Numbers(5)
     entries, count = 6_000, 2_050
-    key = numbers.normal(entries, wide.WIDTH).to(torch.bfloat16)
+    key = numbers.normal(entries, WIDTH).to(torch.bfloat16)
     keys = make_keys(RECORD, [key], page_rows=32)
-    q = round_trip(RECORD, numbers.normal(count, heads, wide.WIDTH).to(torch.bfloat16))
+    q = round_trip(RECORD, numbers.normal(count, heads, WIDTH).to(torch.bfloat16))
     call = Scoring(
         q=q,
         weights=numbers.normal(count, heads).to(torch.bfloat16),

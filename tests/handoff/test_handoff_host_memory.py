@@ -100,10 +100,10 @@ def poison(manager: Any) -> None:
     manager.block_arena.bytes[manager.table.allocator._free] = POISON
     hosts = residency.places.hosts
     if hosts.shares:
-        residency.host._pool.bytes[hosts.free_rows()] = POISON
+        residency._pool.bytes[hosts.free_rows()] = POISON
         return
     free = ~residency.places.in_host
-    residency.host._pool.bytes[torch.from_numpy(free)] = POISON
+    residency._pool.bytes[torch.from_numpy(free)] = POISON
 
 
 WORLDS: dict[str, World] = {}
@@ -176,7 +176,7 @@ def test_entries_that_were_changed_on_their_way_are_refused(world: World):
     owner, taker = world.made(), world.made()
     request = grown(world, owner, 300)
     offer = owner.handoff.offer(request)
-    owner._residency.host.piece(request.block_ids[1])[5] ^= 1
+    owner._residency.copies.piece(request.block_ids[1])[5] ^= 1
     arrival = taker.handoff.accept(offer)
     with pytest.raises(OfferError, match="block 1, its sum is wrong"):
         arrival.wait()

@@ -247,10 +247,9 @@ class Worlds:
         places, unused = residency.places, ~residency.places.in_host
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # kernels may still read what is free by now
-        for _, blocks in residency.host._copying:
-            unused[[block_id for block_id, _ in blocks]] = False
+        unused[residency.copies.on_their_way()] = False
         entries.arena.bytes[places._free] = POISON
-        residency.host._pool.bytes[torch.from_numpy(unused)] = POISON
+        residency._pool.bytes[torch.from_numpy(unused)] = POISON
         manager.block_arena.bytes[manager.table.allocator._free] = POISON
         for page in entries.layout.pages:
             hot = entries.hot[page.layer]

@@ -201,7 +201,7 @@ class Life:
         assert manager.prefix
         hosts, places = residency.places.hosts, residency.places
         assert isinstance(hosts, SharedHostRows)
-        residency.host._pool.bytes[hosts.free_rows()] = POISON
+        residency._pool.bytes[hosts.free_rows()] = POISON
         entries = manager.memory.entries
         assert entries is not None
         entries.arena.bytes[places._free] = POISON

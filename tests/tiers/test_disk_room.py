@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsv4.errors import InvalidInput
@@ -399,7 +400,7 @@ def _other_tables(path: Path) -> None:
 
 def _nonsense(path: Path) -> None:
     with sqlite3.connect(path) as db:
-        db.execute("INSERT INTO records VALUES (x'07', NULL, 4096, 0, 0)")
+        db.execute("INSERT INTO records VALUES (x'07', NULL, 4096, 0, 0, NULL)")
 
 
 LOSSES = {
@@ -785,6 +786,13 @@ def test_a_root_that_is_no_path_is_refused(
     with pytest.raises(InvalidInput, match="root="):
         DiskTier(wrong, ROOMY)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("odd", ["", 1.5, [], np.array([1, 2]), np.zeros(0)], ids=repr)
+@pytest.mark.parametrize("option", ["sync", "direct", "limits"])
+def test_options_of_the_wrong_kind_are_refused(root: Path, option: str, odd: Any) -> None:
+    with pytest.raises(InvalidInput, match=option):
+        DiskTier(root, ROOMY, **{option: odd})
 
 
 def test_a_tier_that_raises_keeps_nothing_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

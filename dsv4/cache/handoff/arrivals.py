@@ -166,13 +166,13 @@ class Arrivals:
     @staticmethod
     def _take_host_rows(residency: Residency, block_ids: Sequence[int]) -> Mark:
         """For entries of blocks in flight; they are free when the mark has passed."""
-        if not residency.host.take_rows(block_ids):
+        if not residency.copies.take_rows(block_ids):
             raise OfferError(
                 "busy",
                 f"host memory has no free rows for the entries of {len(block_ids)} blocks, because "
                 f"tiers below are still reading some: accept the offer again later",
             )
-        return residency.host.make_mark()
+        return residency.copies.make_mark()
 
     def _state_spans(self, parts: Parts, offer: Offer) -> list[tuple[int, int, int]]:
         """Header and payload of the state, except what is zero there: that is zeroed here."""

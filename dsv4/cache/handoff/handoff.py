@@ -27,7 +27,14 @@ from dsv4.cache.state import copy_payload
 from dsv4.cache.stats import HandoffStats
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
-from dsv4.errors import InvalidInput, OfferError, OutOfBlocks, RequestError, require_count
+from dsv4.errors import (
+    InvalidInput,
+    OfferError,
+    OutOfBlocks,
+    RequestError,
+    require_count,
+    require_type,
+)
 from dsv4.tiers.record import DIGEST_BYTES, Kind, Label, Record, address, seal
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
@@ -42,6 +49,7 @@ class Handoff:
     checks and receives the takers' notes."""
 
     def __init__(self, manager: KVCacheManager, options: HandoffOptions) -> None:
+        require_type("handoff", options, HandoffOptions)
         self._manager, self.guard = manager, manager.guard
         prefix, device = manager.prefix, manager.device
         model = _model_of(options, prefix.options.model_id if prefix else None)
@@ -60,7 +68,7 @@ class Handoff:
             keeper=arena,
         )
         residency = manager._residency
-        pools = () if residency is None else (residency.host.memory,)
+        pools = () if residency is None else (residency.copies.memory,)
         host = [
             Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
             for memory in (rows.memory, pledges.memory, *pools)
@@ -370,7 +378,7 @@ class Handoff:
 def require_in_host(residency: Residency, block_ids: Sequence[int]) -> None:
     """Waits until the entries of these blocks have reached host memory, from where others read
     them. Raises OfferError for those that do not."""
-    missing = residency.host.bring_down(block_ids)
+    missing = residency.copies.bring_down(block_ids)
     if missing:
         raise OfferError(
             "busy",

@@ -53,13 +53,13 @@ class Side:
     def entries_at(self, block_id: int) -> int:
         """The address of its entries, in host memory."""
         assert self.residency is not None
-        return address(self.residency.host.piece(block_id))
+        return address(self.residency.copies.piece(block_id))
 
     def sum_of(self, block_id: int) -> bytes:
         """Of a block in host memory: a checksum, or with a key a MAC."""
         block = [self.block_bytes(block_id)]
         if self.residency is not None:
-            block.append(self.residency.host.piece(block_id))
+            block.append(self.residency.copies.piece(block_id))
         return payload_sum(block) if self.secret is None else self.secret.sum(block)
 
     def sign(self, packed: bytes) -> bytes:

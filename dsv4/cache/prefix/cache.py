@@ -106,7 +106,8 @@ class Caching(BlockCaching):
             if trail is None:
                 continue
             last = min(end, trail.take_recent() // block_tokens)
-            is_chunk = plan.counts[row] > self._max_decode_tokens  # `finish` has its states
+            # the snapshots of a chunk are taken below, by `finish`
+            is_chunk = plan.counts[row] > self._max_decode_tokens
             for node in self.cache_blocks(request, trail, first, last, adopt):
                 if not is_chunk:
                     slot, written = slot_arena[request.slot], int(newest()[row])
@@ -317,31 +318,6 @@ class PrefixCache:
             self.pool.restore(slot, match.snapshot.snapshot, match.resume.start)
 
     # ---- what tiers had ----------------------------------------------------------------------
-
-    def adopt(self, trail: TokenTrail, first: int, block_ids: Sequence[int]) -> list[int]:
-        """Indexes blocks in flight, whose bytes are there and checked, as those of a prompt from
-        its block `first` on. Returns those that are not needed: the same tokens are cached already,
-        or the block before them no longer is."""
-        parent = self.index.get(trail.digest(first - 1)) if first else None
-        if first and parent is None:
-            return list(block_ids)
-        unused = []
-        for nth, block_id in enumerate(block_ids, first):
-            node = self.index.get(trail.digest(nth))
-            if node is None:
-                node = self.index.add(
-                    trail.digest(nth),
-                    block_id,
-                    parent,
-                    landed=True,
-                    hints=trail.hints,
-                    root=trail.root,
-                )
-                self.notices.landed(node, trail)
-            else:
-                unused.append(block_id)
-            parent = node
-        return unused
 
     def adopt_snapshot(self, digest: bytes, row: int) -> None:
         """A row in flight, whose bytes are there and checked, holds the state after a block."""

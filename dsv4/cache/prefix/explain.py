@@ -337,7 +337,7 @@ def _rule(node: PrefixNode, cause: Cause) -> Rule:
 
 
 def _leaving(gone: _Gone, root: bytes) -> Leaving:
-    """For the salt whose block it was: of other salts nothing is said but that it was another."""
+    """What the salt whose block it was may know: of any other salt only that it was another one."""
     if gone.rule in ("asked", "interrupt"):
         whom = "the caller"
     elif gone.whom is None:
@@ -368,7 +368,9 @@ class Explainer:
     def __init__(self, manager: KVCacheManager, *, blocks: int = 16_384) -> None:
         prefix = manager.prefix
         if not prefix:
-            raise InvalidInput("misses are of cached prefixes: build the manager with prefix=...")
+            raise InvalidInput(
+                "nothing is cached and nothing to explain: build the manager with prefix=..."
+            )
         self._manager = manager
         self._came_late = len(prefix.index) > 0
         self._history = History(require_count("blocks", blocks), manager.schema.block_tokens)

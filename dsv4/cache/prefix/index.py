@@ -4,7 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -109,6 +109,31 @@ class PrefixIndex:
         if self.events is not None:
             self.note_event("stored", node)
         return node
+
+    def land(
+        self,
+        trail: TokenTrail,
+        first: int,
+        block_ids: Sequence[int],
+        report: Callable[[PrefixNode, TokenTrail], None],
+    ) -> list[int]:
+        """Indexes blocks in flight, whose bytes are there and checked, as those of a prompt from
+        its block `first` on. Returns those that are not needed: the same tokens are cached already,
+        or the block before them no longer is. Each new node goes to `report`."""
+        parent = self.get(trail.digest(first - 1)) if first else None
+        if first and parent is None:
+            return list(block_ids)
+        unused = []
+        for nth, block_id in enumerate(block_ids, first):
+            node = self.get(trail.digest(nth))
+            if node is None:
+                digest, hints = trail.digest(nth), trail.hints
+                node = self.add(digest, block_id, parent, landed=True, hints=hints, root=trail.root)
+                report(node, trail)
+            else:
+                unused.append(block_id)
+            parent = node
+        return unused
 
     def choose(
         self, count: int, *, or_fewer: bool = False, own: Mapping[bytes, int] = NO_OWN

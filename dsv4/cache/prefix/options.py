@@ -111,13 +111,13 @@ class PrefixOptions:
                 f"policy={self.policy!r}: must be full(), periodic(tokens) or zero() of dsv4"
             )
         require_count("snapshots", self.snapshots, at_least=0)
-        if self.where not in ("device", "host"):
+        if not isinstance(self.where, str) or self.where not in ("device", "host"):
             raise InvalidInput(
                 f"snapshots cannot be kept in {self.where!r}: use 'device' or 'host'"
             )
         if not isinstance(self.model_id, str):
             raise InvalidInput(f"model_id={self.model_id!r}: must be a string")
-        if self.replay not in ("exact", "cut"):
+        if not isinstance(self.replay, str) or self.replay not in ("exact", "cut"):
             raise InvalidInput(f"replay={self.replay!r}: use 'exact' or 'cut'")
         if not callable(self.eviction):
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Where requests begin and go back, if entries may be in host memory: their blocks get rows on the
+"""How requests begin and go back where entries may be in host memory: their blocks get rows on the
 device, and what a slot has fetched is forgotten."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ResidentAdmission(Admission):
     ) -> None:
         super().__init__(table, memory, prefix, guard)
         self._residency = residency
-        self._lent: Sequence[int] = ()  # rows for the state that is being put
+        self._lent: Sequence[int] = ()  # rows for the state that is being restored
 
     def begin(self, count: int) -> Request:
         self._residency.forget_hot(self._table.free_slots[-1])
@@ -49,7 +49,7 @@ class ResidentAdmission(Admission):
         def fill_both(slot: int, begun: Sequence[int]) -> None:
             residency.forget_hot(slot)
             if match.nodes or begun:
-                residency.publish(slot, 0, [*shared, *begun], rows)
+                residency.tables.publish(slot, 0, [*shared, *begun], rows)
             self._lent = rows
             fill(slot, begun)
 
@@ -67,7 +67,7 @@ class ResidentAdmission(Admission):
         with residency.lending(int(is_inside), keep=block_ids) as rows:
             residency.forget_hot(slot)
             if block_ids:
-                residency.publish(slot, 0, block_ids, rows)
+                residency.tables.publish(slot, 0, block_ids, rows)
             self._lent = rows
             request = super().arrived(arrival, slot_bytes, block_bytes)
         residency.begin(request)
@@ -82,8 +82,8 @@ class ResidentAdmission(Admission):
     def _put_state(
         self, slot: int, begun: Sequence[int], slot_bytes: Tensor, block_bytes: Tensor
     ) -> None:
-        """What stays of the block, and then its entries, are one after the other in
-        `block_bytes`."""
+        """`block_bytes` are first the bytes of the block that stay on the device, then its
+        entries."""
         stays = self._schema.block_bytes
         super()._put_state(slot, begun, slot_bytes, block_bytes[:stays])
         for row in self._lent:
@@ -102,7 +102,7 @@ class ResidentAdmission(Admission):
                     residency.begin(fork)
                     if fork.block_ids:
                         own = rows[nth : nth + 1]
-                        residency.publish(fork.slot, 0, fork.block_ids, own)
+                        residency.tables.publish(fork.slot, 0, fork.block_ids, own)
                 if rows:
                     residency.copy_block(request.block_ids[whole], rows)
             except BaseException:
@@ -126,9 +126,9 @@ class ResidentAdmission(Admission):
 
     def exchange(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
         if self._residency.must_stay(request, block_ids):
-            return  # the next commit asks again
+            return  # the next commit tries again
         try:
-            self._residency.publish(request.slot, first, block_ids)
+            self._residency.tables.publish(request.slot, first, block_ids)
         except RuntimeError as error:
             LOGGER.warning("%d equal blocks are kept twice: %s", len(block_ids), error)
         else:

@@ -47,8 +47,8 @@ class ResidentHandle(LayerCacheHandle):
     # ---- what is refused -----------------------------------------------------------------------
 
     def read_classical_view(self) -> ClassicalView:
-        """As always, for layers whose entries stay on the device. Raises SchemaMismatch for
-        others."""
+        """As of any handle, if the layer's entries stay on the device; otherwise raises
+        SchemaMismatch."""
         self._require_on_device("a view of them")
         return super().read_classical_view()
 
@@ -98,7 +98,7 @@ class ResidentHandle(LayerCacheHandle):
         begin: bool = False,
     ) -> None:
         if batch.is_decode and call_key[0] == "attend":
-            self._apart.forget_lost()  # of a call that is repeated after an error
+            self._apart.forget_lost()  # if an error came before this call
             try:
                 super()._repeated(batch, call_key, given, build, begin=begin)
             except BaseException:

@@ -1,9 +1,9 @@
-"""Which row of host memory has the entries of which block, and which rows records of a host tier
-keep. Torch-free.
+"""Which row of host memory has the entries of which block, and which rows belong to records of a
+host tier. Torch-free.
 
     block   record   the row has
     yes     no       entries of a block, or is about to
-    yes     yes      the same bytes once, as a block's and as the end of a tier's record
+    yes     yes      entries of a block that are also the end of a tier's record: one copy for both
     no      yes      entries of a block that was evicted: a tier has it, until its row is needed
     no      no       no content
 
@@ -41,11 +41,12 @@ class HostRows:
         self.total = blocks
 
     def take(self, block_id: int) -> bool:
-        """A row for a block, if it has none; whether it has one now. What was there is lost."""
+        """Gives a block a row of its own, if it has none. Returns whether it has one now. The row's
+        old content is lost."""
         return True
 
     def part(self, block_id: int) -> None:
-        """The block needs its row no more."""
+        """The block no longer needs its row."""
 
     def rebuild(self, kept: Collection[int]) -> None:
         """After an interrupt: only these blocks have a row."""
@@ -55,12 +56,12 @@ class HostRows:
 
 
 class SharedHostRows(HostRows):
-    """Rows are given to blocks when something is to be written there, and lent to records of a host
-    tier: `lend`. A block that goes leaves a lent row to the record. `reclaim` is called for a row
-    when none is free: whether a record gave one back.
+    """A block gets a row when something is to be written there. `lend` lends the row to a record of
+    a host tier, which keeps it when the block no longer needs it. If no row is free, `reclaim` asks
+    the tier to give one back, and returns whether it did.
 
-    What the host itself writes must not meet what the device still reads: rows that became free are
-    used for that once the device has passed a mark (`make_mark`) that was set afterwards.
+    The host must not write a row that the device still reads: a row that became free is given to
+    `take_quiet` only after the device has passed a mark (`make_mark`) that was set later.
     """
 
     shares = True
@@ -73,8 +74,9 @@ class SharedHostRows(HostRows):
         self._block_of = np.full(rows, NO_ROW, dtype=np.int32)
         self.memory, self._width = memory, memory.nbytes // rows
         self._loans: dict[int, Loan] = {}
-        self._returned: deque[int] = deque()  # by records, in any thread
-        # free rows that the device does not read, and those that it may: when each became free
+        self._returned: deque[int] = deque()  # by records that ended, in any thread
+        # free rows: those that the device does not read, and those that it may still read, with the
+        # time at which each became free
         self._quiet = dict.fromkeys(range(rows - 1, -1, -1))
         self._unquiet: dict[int, int] = {}
         self._fresh: list[tuple[int, int]] = []
@@ -89,7 +91,8 @@ class SharedHostRows(HostRows):
         return self._has_own(block_id) or self._give(block_id, self._find())
 
     def take_quiet(self, block_id: int) -> bool:
-        """The same for bytes that the host writes. If not, it may be so later: `is_settling`."""
+        """`take` for bytes that the host writes. While `is_settling`, what failed may succeed
+        later."""
         return self._has_own(block_id) or self._give(block_id, self._find_quiet())
 
     def _has_own(self, block_id: int) -> bool:
@@ -141,7 +144,7 @@ class SharedHostRows(HostRows):
         return loan is not None and loan.is_out
 
     def lend(self, block_id: int) -> Loan:
-        """The row of a block, for the end of a record: a row that no record has."""
+        """Lends a block's row to a new record, whose end its entries are. No record may have it."""
         row = int(self.row_of[block_id])
         assert row != NO_ROW
         assert not self.is_lent(row)
@@ -158,13 +161,13 @@ class SharedHostRows(HostRows):
 
     @property
     def free(self) -> int:
-        """Rows of no block and no record."""
+        """How many rows no block and no record has."""
         self._collect()
         return len(self._quiet) + len(self._unquiet)
 
     @property
     def of_records_only(self) -> int:
-        """Rows of blocks that were evicted."""
+        """How many rows only a record has: those of blocks that were evicted."""
         return self.total - int(np.count_nonzero(self._block_of != NO_ROW)) - self.free
 
     def free_rows(self) -> list[int]:
@@ -177,7 +180,7 @@ class SharedHostRows(HostRows):
         self._fresh.append((row, self._clock))
 
     def _collect(self) -> None:
-        """Rows that records have given back are free, if no block has them."""
+        """Frees the rows that records have given back, unless a block has them."""
         while self._returned:
             row = self._returned.popleft()
             is_free = row in self._quiet or row in self._unquiet
@@ -193,7 +196,7 @@ class SharedHostRows(HostRows):
         return bool(self._quiet or self._unquiet)
 
     def _find(self) -> int | None:
-        """A free row for what the device writes, which waits for what it reads."""
+        """A free row for bytes that the device writes: it does so after its reads."""
         if not self._reclaimed():
             return None
         row, _ = (self._unquiet or self._quiet).popitem()

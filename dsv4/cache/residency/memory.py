@@ -20,9 +20,9 @@ from dsv4.ops.calls import EntrySource, HotRows, Resolving
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySizes:
-    """`rows` of entries on the device for blocks, and what each slot has for hot ones. `host_rows`
-    in host memory: as many as blocks, of which each has its own, unless they are `shared` with a
-    host tier."""
+    """`rows` for the entries of blocks on the device; `layout` says what each slot has for hot
+    entries. `host_rows` rows in host memory: one for each block, or, `shared` with a host tier,
+    more."""
 
     rows: int
     layout: HotLayout
@@ -32,11 +32,11 @@ class EntrySizes:
 
 class EntriesMemory:
     """Allocated once, never moved. `arena` has the rows of blocks, then the hot rows of each slot.
-    `table` int32 [max_requests, blocks per request] has the row of a block, or -1 where its entries
-    are only in host memory; `tables` is it and, where host memory is shared with a tier, a second
-    one that has the row there (otherwise that is the block's number). `hot` are the hot rows of
-    each layer that owns entries, views of the tensors here; `counted` int64 [layers, 3] are their
-    counts."""
+    `table` int32 [max_requests, blocks per request] has the row of each block, or -1 where its
+    entries are only in host memory. `tables` are this one and, where host memory is shared with a
+    tier, a second one with the rows there (otherwise a block's row there is its number). `hot` has
+    the hot rows of each layer that owns entries, views of the tensors here; `counted` int64
+    [layers, 3] are their counts."""
 
     def __init__(
         self, schema: CacheSchema, sizes: EntrySizes, *, max_requests: int, device: torch.device
@@ -59,9 +59,9 @@ class EntriesMemory:
         self.entry_of, self.used = made(records, torch.int32, -1), made(records, torch.int32, 0)
         self.clock, self.hand = (made(len(pages), torch.int32, 0) for _ in range(2))
         self.counted = torch.zeros((len(pages), 3), dtype=torch.int64, device=device)
-        # slots of which a decode batch broke off: what their tables name may not have been fetched
+        # slots of decode batches that failed: what their tables name may not have been fetched
         self.lost: set[int] = set()
-        # on a GPU: what has arrived of `counted`, the stream that brings it, and when it has
+        # on a GPU: a copy of `counted` on the host, the stream that copies, and its event
         self._counts, self._newest = self.counted, [[0, 0, 0] for _ in pages]
         self._stream: Any = None
         self._arrived: Any = None
@@ -89,7 +89,7 @@ class EntriesMemory:
         )
 
     def forget_hot(self, slot: int) -> None:
-        """A slot has no hot records any more."""
+        """Forgets the hot records of a slot."""
         self.place[slot].fill_(-1)
         self.entry_of[slot].fill_(-1)
 
@@ -99,8 +99,8 @@ class EntriesMemory:
             self.lost.discard(slot)
 
     def read_counts(self) -> list[list[int]]:
-        """Hits, misses and bytes fetched of each layer, without a wait: on a GPU those that had
-        arrived at the previous call."""
+        """Hits, misses and bytes fetched of each layer. Does not wait: on a GPU they are those of
+        an earlier call."""
         if self.counted.device.type != "cuda":
             return self.counted.tolist()
         if self._arrived is None:
@@ -128,7 +128,7 @@ class LaneEntries:
     ) -> None:
         schema, device = memory.schema, block_table.device
         self._memory = memory
-        # of each block of a request: its row in host memory
+        # the row of each block of a request in host memory
         self._host_table = memory.tables[1] if len(memory.tables) > 1 else block_table
         self._host = None if pool is None else pool.bytes
         requests, top_k = block_table.shape[0], schema.model.index_topk
@@ -156,7 +156,7 @@ class LaneEntries:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._own)
 
     def resolving(self, batch: Batch, source: EntrySource, selected: Tensor) -> Resolving:
-        """The call that finds where the entries are that a layer reads; its `rows` will say it."""
+        """What finds the entries that a layer reads; afterwards its `rows` say where they are."""
         assert self._host is not None
         rows = self._rows[: selected.numel()].view(selected.shape)
         return Resolving(
@@ -170,6 +170,6 @@ class LaneEntries:
             rows=rows,
             misses=self._misses,
             miss_count=self._miss_count,
-            # of any step that a captured graph replays, not of this one
+            # the most of any step, because a captured graph replays this call for others
             tokens_per_request=self._memory.schema.max_decode_tokens,
         )

@@ -7,7 +7,7 @@ Torch-free.
     no           yes      in host memory only
     no           no       nowhere: the block is free, or nothing of it is written
 
-Here the device's rows are given out, in `host_rows.py` those of host memory.
+Rows of the device are given to blocks here, rows of host memory in `host_rows.py`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.residency.host_rows import NO_ROW, HostRows
 from dsv4.errors import Dsv4Error
 
-PASSED_OVER = 64  # blocks in use that are passed over, at most, while blocks in no use leave
+PASSED_OVER = 64  # the most blocks in use that are skipped to find unused ones, which leave first
 
 
 class EntryPlaces:
-    """The device's rows of entries: which block has which, which are free, and in which order
-    blocks leave. An open block may be written by a step: it neither leaves nor is in host
-    memory."""
+    """The device's rows of entries: which block has which row, which rows are free, and in which
+    order blocks leave the device. An open block, which a step may write, neither leaves nor counts
+    as being in host memory."""
 
     def __init__(self, blocks: int, rows: int, hosts: HostRows | None = None) -> None:
         self.rows = rows
         self.hosts = HostRows(blocks) if hosts is None else hosts
         self.row_of = np.full(blocks, NO_ROW, dtype=np.int32)
         self.in_host = np.zeros(blocks, dtype=np.bool_)
-        # how often the entries of a block have become others: copies of earlier ones are void
+        # how often the entries of a block were replaced: copies of earlier versions do not count
         self.versions = np.zeros(blocks, dtype=np.int64)
         # the number of the block in the requests that hold it, the same for all of them
         self.depths = np.zeros(blocks, dtype=np.int32)
@@ -52,15 +52,19 @@ class EntryPlaces:
         """Blocks with a row."""
         return len(self._order)
 
+    def is_away(self, block_id: int) -> bool:
+        """Whether the entries of a block are only in host memory."""
+        return bool(self.in_host[block_id]) and self.row_of[block_id] == NO_ROW
+
     def take(self, count: int) -> list[int]:
-        """Free rows, which must exist."""
+        """Takes free rows; there must be that many."""
         assert count <= self.free
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         return taken
 
     def give(self, rows: Sequence[int]) -> None:
-        """Rows that were taken and are not used."""
+        """Gives back rows that were taken and are not used."""
         self._free.extend(reversed(rows))
 
     def place(self, block_id: int, row: int, depth: int) -> None:
@@ -70,7 +74,7 @@ class EntryPlaces:
         self._order[block_id] = None
 
     def open(self, block_id: int) -> None:
-        """A step may write the block: what host memory has of it is void."""
+        """A step may write the block: what host memory has of it no longer counts."""
         self.in_host[block_id] = False
         self.versions[block_id] += 1
         self.hosts.part(block_id)
@@ -84,22 +88,22 @@ class EntryPlaces:
         return True
 
     def leave(self, block_id: int) -> None:
-        """The block has no row any more."""
+        """The block gives up its row."""
         del self._order[block_id]
         row = int(self.row_of[block_id])
         self.row_of[block_id] = NO_ROW
         self._free.append(row)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """These blocks are free, or nothing of them is needed any more."""
+        """These blocks are free, or their entries are not needed any more."""
         for block_id in block_ids:
             if self.row_of[block_id] != NO_ROW:
                 self.leave(block_id)
             self.open(block_id)
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """A request begins with these blocks, so those on the device become the last to leave
-        it."""
+        """A request begins with these blocks: of those on the device they are the last to
+        leave."""
         order = self._order
         for block_id in block_ids:
             if block_id in order:
@@ -112,8 +116,8 @@ class EntryPlaces:
         may_leave: Callable[[int], bool],
         is_used: Callable[[int], bool],
     ) -> list[int]:
-        """Up to `count` blocks to leave the device next, of those that may and whose entries are in
-        host memory too: the ones in no use first, then the least recently used."""
+        """Up to `count` blocks that leave the device next: of those that may, and whose entries are
+        in host memory too, first the unused ones, then the least recently used."""
         chosen: list[int] = []
         passed: list[int] = []
         candidates = (b for b in self._order if self.in_host[b] and may_leave(b))
@@ -151,8 +155,8 @@ class EntryPlaces:
         self.hosts.rebuild(self.in_host.nonzero()[0].tolist())
 
     def check_invariants(self, held: Collection[int]) -> None:
-        """Every row has one block or is free; only blocks that something holds have one, or are in
-        host memory, and those have a row there. Raises Dsv4Error otherwise."""
+        """Every row has one block or is free; only blocks that something holds have a row or are in
+        host memory, and what is in host memory has a row there. Raises Dsv4Error otherwise."""
         self.hosts.check_invariants()
         if bool((self.hosts.row_of[self.in_host] == NO_ROW).any()):
             raise Dsv4Error("entries are in host memory, but in no row of it")
@@ -160,15 +164,15 @@ class EntryPlaces:
         if sorted(taken + self._free) != list(range(self.rows)):
             raise Dsv4Error("rows of entries are lost or doubled: free and taken do not add up")
         if set(self._order) != set((self.row_of != NO_ROW).nonzero()[0].tolist()):
-            raise Dsv4Error("a block has a row of entries that is not in the order of leaving")
+            raise Dsv4Error("a block has a row of entries, but no place in the order of leaving")
         known = {*self._order, *self.in_host.nonzero()[0].tolist()}
         if strays := known.difference(held):
             raise Dsv4Error(f"blocks {sorted(strays)[:8]} are free, but have entries somewhere")
 
 
 class ResidentAllocator(BlockAllocator):
-    """The allocator of blocks whose entries have places of their own: a block that is free has none
-    any more."""
+    """The allocator of blocks whose entries have places of their own, which a block gives up when
+    it is free."""
 
     def __init__(self, total: int, places: EntryPlaces) -> None:
         super().__init__(total)

@@ -24,8 +24,8 @@ class HostPool:
         size_bytes = blocks * row_bytes
         try:
             memory = mmap.mmap(-1, size_bytes)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin: minutes where it is much
-                with suppress(OSError):  # a system without them
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin, which can save minutes
+                with suppress(OSError):  # the system has none
                     memory.madvise(mmap.MADV_HUGEPAGE)
             self.memory = memoryview(memory)
         except (OSError, OverflowError, ValueError) as error:

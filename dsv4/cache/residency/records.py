@@ -1,5 +1,5 @@
-"""Records of tiers of blocks whose entries are kept apart. With a host tier the entries of its
-records lie in the rows of host memory that blocks have: each entry is there once."""
+"""What tiers copy where entries are kept apart from the rest of a block. A record in a host tier
+shares the block's row of host memory, so that each entry is there once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4.tiers.loan import Loan
 
 
 class ResidentBlocks(BlockMemory):
-    """A record has a copy of the entries, wherever they are."""
+    """A record has a copy of the entries, from the device or from host memory."""
 
     def __init__(self, rows: Tensor, residency: Residency) -> None:
         super().__init__(rows)
@@ -53,7 +53,7 @@ class SharedBlocks(ResidentBlocks):
         return SharedLanding(block_id, self._residency, self._hosts)
 
     def pump(self) -> None:
-        self._residency.host.pump()
+        self._residency.copies.pump()
 
 
 class SharedLanding:

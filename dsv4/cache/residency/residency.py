@@ -1,12 +1,13 @@
-"""Entries in host memory: what comes to the device, what leaves it, and when.
+"""Entries in host memory: which blocks' entries are on the device, which leave it, and when.
 
 A step writes only open blocks: those from a request's length on, and the one that the length is in.
 They have rows on the device. When a commit has completed a block, its entries are copied to host
-memory in the background, once, and from then on its row is only a copy, which leaves when memory is
-short. What a step reads of entries that have left, it fetches itself (`Backend.resolve`, `stage`).
+memory in the background, once (`host_copies.py`). From then on the block may give up its row, and
+does when rows are short. Entries that a step reads and that have left are fetched by the step
+(`Backend.resolve`, `stage`).
 
-Calls come from the call that is inside the manager. What may fail on the device comes before the
-books change, except that a block has left: that loses nothing.
+Only the call that is inside the manager calls this. Whatever may fail on the device is done before
+the books change; only blocks that have left stay away after an error, which loses nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,10 +25,11 @@ from dsv4.cache.memory import CacheMemory, Lane
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
-from dsv4.cache.residency.host_entries import HostEntries
+from dsv4.cache.residency.host_copies import HostCopies
 from dsv4.cache.residency.host_rows import NO_ROW
 from dsv4.cache.residency.places import EntryPlaces
 from dsv4.cache.residency.pool import HostPool
+from dsv4.cache.residency.tables import EntryTables
 from dsv4.cache.stats import LayerFetches, ResidencyStats
 from dsv4.cache.step.shape import StepTokens
 from dsv4.errors import Dsv4Error, OutOfBlocks
@@ -45,7 +46,7 @@ class StepEntries:
     held: list[int] = field(init=False)
     needing: list[tuple[Request, int, bool]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)  # their places in the device's table
+    at: list[int] = field(default_factory=list)  # their places in the device's tables
     spans: list[tuple[Request, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -69,33 +70,34 @@ class Residency:
         *,
         open_plans: Callable[[], Sequence[ForwardPlan]],
         before_reuse: Callable[[], None] | None,
+        note_left: Callable[[Sequence[int]], None] | None,
     ) -> None:
         schema, entries = table.schema, memory.entries
         assert entries is not None
-        self._table, self._memory, self._entries = table, memory, entries
+        self._table, self._memory, self._entries, self._pool = table, memory, entries, pool
         self._open_plans = open_plans
         self._before_reuse = before_reuse  # makes what comes next wait for copies to tiers
+        self._note_left = note_left  # which blocks' entries have left the device
         self._block_tokens = schema.block_tokens
         self.places, self._hosts = places, places.hosts
-        self.host = HostEntries(places, pool, entries.arena.bytes)
-        # rows that the device's tables do not have yet: on the device, and in host memory
-        self._unsent: dict[int, tuple[int, int]] = {}
-        # tokens of each slot's request between which its blocks are open
+        self.copies = HostCopies(places, pool, entries.arena.bytes, memory.device)
+        self.tables = EntryTables(entries.tables, places)
+        # of each slot's request: its blocks from one token to the other are open
         self._open_from = np.zeros(table.max_requests, dtype=np.int64)
         self._open_until = np.zeros(table.max_requests, dtype=np.int64)
         lanes = len(memory.lanes)
         step_rows = -(-memory.buffers.max_tokens // schema.block_tokens)
-        # rows that a step leaves to steps of other lanes, whose requests' blocks it cannot move
+        # rows that a step leaves free for steps of other lanes: it cannot move their blocks
         self._spared_rows = (lanes - 1) * step_rows + table.max_requests if lanes > 1 else 0
 
     # ---- rows --------------------------------------------------------------------------------
 
     @contextmanager
     def lending(self, count: int, keep: Collection[int] = ()) -> Iterator[list[int]]:
-        """Rows for the code inside, which gives them to blocks with `settle` afterwards; given back
-        if it raises. The blocks in `keep` do not leave. Raises OutOfBlocks."""
+        """Rows for the code inside; `settle` then gives them to blocks. They are given back if it
+        raises. The blocks in `keep` do not leave. Raises OutOfBlocks."""
         self._make_room(count, keep=keep, before=None)
-        self._send()
+        self.tables.send()
         rows = self.places.take(count)
         try:
             yield rows
@@ -104,7 +106,7 @@ class Residency:
             raise
 
     def settle(self, block_ids: Sequence[int], rows: Sequence[int], depth: int) -> None:
-        """New blocks, the request's number `depth`, have rows that were lent."""
+        """Gives new blocks, number `depth` of their requests, rows that were lent."""
         for block_id, row in zip(block_ids, rows, strict=True):
             self.places.place(block_id, row, depth)
 
@@ -116,13 +118,13 @@ class Residency:
         before: ForwardPlan | None,
         spared: int = 0,
     ) -> None:
-        """Makes rows free by letting blocks leave the device, with `spared` more if possible.
+        """Frees `count` rows, and `spared` more if possible, by letting blocks leave the device.
         Raises OutOfBlocks. Blocks that have left stay away, even if the call fails later."""
         places = self.places
         short = count + spared - places.free
         if short <= 0:
             return
-        self.host.pump()
+        self.copies.pump()
         guarding = self._guarding(before)
         references = self._table.allocator.references
 
@@ -137,13 +139,14 @@ class Residency:
             )
 
         victims = choose()
-        if len(victims) < short and self.host.is_copying:
-            self.host.finish()
+        if len(victims) < short and self.copies.hasten():
             victims = choose()
         if victims and self._before_reuse is not None:
             self._before_reuse()
         for block_id in victims:
             self._leave(block_id)
+        if victims and self._note_left is not None:
+            self._note_left(victims)
         if places.free < count:
             raise OutOfBlocks(
                 needed=count,
@@ -154,9 +157,9 @@ class Residency:
             )
 
     def _guarding(self, before: ForwardPlan | None) -> list[Request]:
-        """Requests of open plans whose blocks stay where they are. Of plans on the stream of the
-        one that is prepared, `before` and those before it, these are only chunks: what a chunk
-        reads was decided when it was planned."""
+        """Requests of open plans whose blocks must stay where they are. Of `before` and the plans
+        before it, which run on the stream of the plan that is being prepared, these are only the
+        chunks: where a chunk reads was decided when it was planned."""
         chain, found = set(), list[Request]()
         while before is not None:
             chain.add(id(before))
@@ -173,67 +176,25 @@ class Residency:
         return any(request.block_ids[depth : depth + 1] == [block_id] for request in requests)
 
     def _leave(self, block_id: int) -> None:
-        """The device gives up a row, and the tables of all requests that have the block say so."""
+        """The block leaves the device, and the tables of all requests that have it say so."""
         depth = int(self.places.depths[block_id])
-        most = self._table.schema.max_blocks_per_request
         if self._table.allocator.references(block_id):
             for request in self._table.live.values():
                 if request.block_ids[depth : depth + 1] == [block_id]:
-                    self._unsent[request.slot * most + depth] = (NO_ROW, self.host.row_of(block_id))
+                    self.tables.note_left(request.slot, depth, block_id)
         self.places.leave(block_id)
         self.places.left += 1
-
-    # ---- the device's table --------------------------------------------------------------------
-
-    def publish(
-        self, slot: int, first: int, block_ids: Sequence[int], rows: Sequence[int] = ()
-    ) -> None:
-        """Writes where these blocks are into the slot's row of the device's table, from its block
-        `first` on. The last of them have `rows` that were lent; where the others are, is known."""
-        known = self.places.row_of[list(block_ids)].astype(np.int32)
-        if rows:
-            known[-len(rows) :] = rows
-        in_host = self._hosts.row_of[list(block_ids)]
-        for table, numbers in zip(self._entries.tables, (known, in_host), strict=False):
-            host = torch.from_numpy(numbers)
-            if self._memory.device.type == "cuda":
-                host = host.pin_memory()
-            row = table[slot, first : first + len(block_ids)]
-            row.copy_(host, non_blocking=True)
-        most = self._table.schema.max_blocks_per_request
-        for at in [*self._unsent]:
-            if slot * most + first <= at < slot * most + first + len(block_ids):
-                del self._unsent[at]
-
-    def _send(self) -> None:
-        """Brings the device's table up to date."""
-        if not self._unsent:
-            return
-        pinned = self._memory.device.type == "cuda"
-        at = torch.tensor([*self._unsent], dtype=torch.int64, pin_memory=pinned)
-        device = self._memory.device
-        for table, numbers in zip(
-            self._entries.tables, zip(*self._unsent.values(), strict=True), strict=False
-        ):
-            rows = torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
-            table.view(-1).index_copy_(
-                0, at.to(device, non_blocking=True), rows.to(device, non_blocking=True)
-            )
-        self._unsent.clear()
 
     # ---- requests ------------------------------------------------------------------------------
 
     def forget_hot(self, slot: int) -> None:
-        """The hot rows of a slot may belong to other tokens from now on, so they are forgotten."""
+        """The tokens of a slot may be others from now on: what its hot rows hold is forgotten."""
         self._entries.forget_hot(slot)
 
     def begin(self, request: Request) -> None:
         """A request begins in its slot."""
         self._close(request)
-        most = self._table.schema.max_blocks_per_request
-        for at in [*self._unsent]:  # of another one
-            if at // most == request.slot:
-                del self._unsent[at]
+        self.tables.forget_slot(request.slot)
 
     def go_back(self, request: Request) -> None:
         """The request has fewer tokens now, or other ones will follow them."""
@@ -241,7 +202,7 @@ class Residency:
         self._close(request)
 
     def start_over(self, request: Request) -> None:
-        """The request has no tokens; nothing of its blocks is needed."""
+        """The request has no tokens any more: what its blocks held is not needed."""
         self.places.forget(request.block_ids)
         self._close(request)
 
@@ -250,19 +211,18 @@ class Residency:
         self._open_from[request.slot] = self._open_until[request.slot] = 0
 
     def must_stay(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Whether a request cannot take these blocks in place of its own: entries of one have left,
-        and a chunk of the request, planned after the step that is being committed, may count on
-        finding all of them on the device."""
+        """Whether a request cannot take these blocks in place of its own: entries of one of them
+        have left the device, and a chunk of the request that is planned already may expect all of
+        them there."""
         return bool((self.places.row_of[list(block_ids)] == NO_ROW).any()) and any(
             plan.after is not None and plan.prefill is not None and request in plan.prefill.requests
             for plan in self._open_plans()
         )
 
     def restore(self, request: Request, first: int, count: int) -> None:
-        """The device's table of a request may have been changed: it has its own blocks again."""
-        most = self._table.schema.max_blocks_per_request
-        for depth, block_id in enumerate(request.block_ids[first : first + count], first):
-            self._unsent[request.slot * most + depth] = self._rows_of(block_id)
+        """The request keeps these blocks of its own, though the device's tables may have others by
+        now."""
+        self.tables.note(request.slot, first, request.block_ids[first : first + count])
 
     def copy_block(self, source: int, rows: Sequence[int]) -> None:
         """Copies the entries of a block into rows that were lent."""
@@ -279,27 +239,28 @@ class Residency:
         row = int(self.places.row_of[block_id])
         if row != NO_ROW:
             return self._entries.arena.bytes[row]
-        self.host.hold_back()
-        return self.host.row(block_id)
+        self.copies.hold_back()
+        return self._pool.bytes[self._host_row(block_id)]
 
     def block_of(self, block_id: int) -> tuple[Tensor, Tensor]:
-        """Where the bytes of a block are: what stays, and the entries."""
+        """A block's bytes: those that stay on the device, and its entries, wherever they are."""
         return self._memory.block_arena.bytes[block_id], self.entries_of(block_id)
 
     def target_of(self, block_id: int) -> tuple[Tensor, Tensor]:
-        """Where the bytes of a block in flight arrive: what stays, and the entries, for which host
-        memory is enough. If they do not arrive, the block is free again, and all is forgotten."""
-        self.host.wait()  # for copies of what the block was before
+        """Where the bytes of a block in flight are put: those that stay on the device, and its
+        entries, for which host memory is enough. If they do not arrive, the block is free again,
+        and what is known of it is forgotten."""
+        self.copies.wait()  # one may be of the block that it was before
         self.places.in_host[block_id] = True
-        return self._memory.block_arena.bytes[block_id], self.host.row(block_id)
+        return self._memory.block_arena.bytes[block_id], self._pool.bytes[self._host_row(block_id)]
 
     # ---- a step ----------------------------------------------------------------------------------
 
     def take_step(self, step: StepTokens, before: ForwardPlan | None) -> StepEntries:
-        """Rows for all blocks that a step may write and that have none, for `place_step` or
-        `cancel_step`. Raises OutOfBlocks."""
-        self._entries.forget_lost()  # a replayed graph does not ask
-        self.host.hold_back_early()
+        """Takes rows for all blocks that a step may write and that have none; `place_step` or
+        `cancel_step` follows. Raises OutOfBlocks."""
+        self._entries.forget_lost()  # handles do it too, but not when a captured graph is replayed
+        self.copies.hold_back_early()
         slots, block_tokens = step.shape.slots, self._block_tokens
         lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
             slots, axis=1
@@ -327,24 +288,24 @@ class Residency:
         return found
 
     def place_step(self, taken: StepEntries) -> None:
-        """The step is planned, and its requests have all their blocks: these get the rows, on the
-        device first."""
-        most, updates = self._table.schema.max_blocks_per_request, dict[int, tuple[int, int]]()
+        """The step is planned, and its requests have all their blocks: gives these the rows, in the
+        device's tables before the books."""
+        updates = dict[int, tuple[int, int]]()
         for request, _, first in taken.before:
             if request.published_blocks > first:
-                for depth, block_id in enumerate(request.block_ids[first:], first):
-                    updates[request.slot * most + depth] = self._rows_of(block_id)
+                start = self.tables.at(request.slot, first)
+                updates |= enumerate(map(self.tables.rows_of, request.block_ids[first:]), start)
         for (request, depth, is_begun), row in zip(taken.needing, taken.rows, strict=True):
-            taken.at.append(request.slot * most + depth)
+            taken.at.append(self.tables.at(request.slot, depth))
             updates[taken.at[-1]] = (row, NO_ROW)
-            if is_begun:  # what is written of it has left the device
+            if is_begun:  # the part that is written has left the device
                 block_id = request.block_ids[depth]
                 assert self.places.in_host[block_id], "written entries are nowhere"
-                self.host.hold_back()
+                self.copies.hold_back()
                 target = self._entries.arena.bytes[row]
-                target.copy_(self.host.row(block_id), non_blocking=True)
-        self._unsent |= updates
-        self._send()
+                target.copy_(self._pool.bytes[self._host_row(block_id)], non_blocking=True)
+        self.tables.note_rows(updates)
+        self.tables.send()
         for (request, depth, _), row in zip(taken.needing, taken.rows, strict=True):
             self.places.place(request.block_ids[depth], row, depth)
         for request, first, last in taken.spans:
@@ -355,11 +316,12 @@ class Residency:
 
     def cancel_step(self, taken: StepEntries) -> None:
         """Gives back everything that was taken for a step."""
-        self._unsent |= dict.fromkeys(taken.at, (NO_ROW, NO_ROW))
+        self.tables.note_rows(dict.fromkeys(taken.at, (NO_ROW, NO_ROW)))
         self.places.give(taken.rows)
 
     def stage(self, batch: Batch, lane: Lane) -> None:
-        """Plans the staging of a prefill batch that reads entries which are not on the device."""
+        """Plans which entries a prefill batch stages, if some that it reads have left the
+        device."""
         assert lane.entries is not None
         lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
         # a replay may end in the middle of a block that was complete before
@@ -371,26 +333,26 @@ class Residency:
             for request, blocks in zip(batch.requests, whole.tolist(), strict=True)
         )
         if is_away:
-            self.host.hold_back()
+            self.copies.hold_back()
             lane.entries.chunks.begin(batch, read.tolist())
 
     def note_commit(self, plan: ForwardPlan) -> None:
-        """Blocks that the step has completed are copied to host memory; rows that rejected tokens
-        have left unused are free."""
+        """Asks for copies of the blocks that the step has completed; frees rows that were for
+        rejected tokens."""
         block_tokens, places = self._block_tokens, self.places
         for request in plan.requests:
             first = int(self._open_from[request.slot]) // block_tokens
             last = max(request.length, request.reused_tokens) // block_tokens
             for block_id in request.block_ids[first:last]:
                 if not places.in_host[block_id] and places.row_of[block_id] != NO_ROW:
-                    self.host.ask(block_id)
+                    self.copies.ask(block_id)
             if last > first and self._open_until[request.slot]:
                 self._open_from[request.slot] = last * block_tokens
-        self.host.pump()
+        self.copies.pump()
         self.note_end(plan)
 
     def note_end(self, plan: ForwardPlan) -> None:
-        """A plan is over: rows for tokens that never came are given back."""
+        """A plan is over: gives back rows for tokens that were not kept."""
         for request in plan.requests:
             if not request.released:
                 self._trim(request)
@@ -407,8 +369,8 @@ class Residency:
                 self.places.forget([block_id])
         self._open_until[request.slot] = first * self._block_tokens
 
-    def _rows_of(self, block_id: int) -> tuple[int, int]:
-        return int(self.places.row_of[block_id]), self.host.row_of(block_id)
+    def _host_row(self, block_id: int) -> int:
+        return int(self._hosts.row_of[block_id])
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -423,15 +385,15 @@ class Residency:
             )
         ]
         return ResidencyStats(
-            host_bytes=self.host.memory.nbytes,
+            host_bytes=self._pool.memory_bytes(),
             rows_total=places.rows,
             rows_free=places.free,
             blocks_on_device=places.on_device,
             blocks_in_host=in_host,
             blocks_only_in_host=only_host,
-            blocks_copied=self.host.copied,
+            blocks_copied=self.copies.copied,
             blocks_left=places.left,
-            copies_failed=self.host.failed,
+            copies_failed=self.copies.failed,
             hits=sum(layer.hits for layer in fetched),
             misses=sum(layer.misses for layer in fetched),
             bytes_fetched=sum(layer.bytes_fetched for layer in fetched),
@@ -443,11 +405,11 @@ class Residency:
     def recover(self, nodes: Iterable[PrefixNode], open_plans: Sequence[ForwardPlan]) -> None:
         """Derives rows and copies anew from live requests, open plans and cached blocks. Hot
         records are forgotten; copies begin again."""
-        self.host.start_over()
+        self.copies.forget()
+        self.tables.forget()
         for lane in self._memory.lanes:
             assert lane.entries is not None
             lane.entries.chunks.forget_held()
-        self._unsent.clear()
         cached = [node.block_id for node in nodes]
         ends: dict[Request, int] = {}
         for plan in open_plans:
@@ -470,13 +432,13 @@ class Residency:
         self.places.rebuild(kept)
         for block_id in self.places.with_rows():
             if block_id in complete and not self.places.in_host[block_id]:
-                self.host.ask(block_id)
+                self.copies.ask(block_id)
         for slot in range(self._table.max_requests):
             self._entries.forget_hot(slot)
         for request in self._table.live.values():
             if request.published_blocks:
-                self.publish(request.slot, 0, request.block_ids[: request.published_blocks])
-        self.host.pump()
+                self.tables.publish(request.slot, 0, request.block_ids[: request.published_blocks])
+        self.copies.pump()
 
     def check_invariants(self) -> None:
         """Every row has one owner, and every block whose entries are written has them somewhere.

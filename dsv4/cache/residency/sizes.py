@@ -11,8 +11,8 @@ from dsv4.units import format_bytes
 
 
 def needed_entry_rows(schema: CacheSchema, options: ManagerOptions, *, max_requests: int) -> int:
-    """Rows of entries that must be on the device for blocks: what the steps of all open plans
-    write, and for each request the blocks that its tokens begin and end in."""
+    """The fewest rows for entries on the device: of the blocks that the steps of all open plans
+    write, and for each request of the blocks in which its tokens begin and end."""
     step_rows = -(-options["max_step_tokens"] // schema.block_tokens)
     return options["max_open_plans"] * step_rows + 2 * max_requests
 

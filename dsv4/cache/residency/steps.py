@@ -18,9 +18,9 @@ from dsv4.cache.steps import Steps
 
 
 class ResidentSteps(Steps):
-    """Rows are taken before anything else, so that a step that gets none changes nothing. The
-    device's table is written last. If that fails, the plan did not happen. After an interrupt
-    nothing is undone here, where it may have come between two books: `recover` does that."""
+    """Rows are taken first, so that a step that does not get them changes nothing. The device's
+    tables are written last; if that fails, the plan did not happen. After an interrupt, which may
+    have come between two books, nothing is undone here: `recover` derives both anew."""
 
     def __init__(self, *parts: Any, residency: Residency, **options: Any) -> None:
         super().__init__(*parts, **options)

@@ -119,14 +119,19 @@ def attend_workspace(schema: CacheSchema, max_tokens: int, ask: AttendBytes) -> 
 # ---- all of it -----------------------------------------------------------------------------------
 
 
+def index_bytes(schema: CacheSchema, *, max_requests: int, max_tokens: int) -> int:
+    """Two sets of index tensors, which one open plan has on the device and on the host."""
+    sizes = buffer_rows(schema, max_requests=max_requests, max_tokens=max_tokens)
+    return 2 * 4 * sum(padded_words(rows, columns) for _, rows, columns in sizes)
+
+
 def plan_bytes(schema: CacheSchema, *, max_requests: int, max_tokens: int) -> int:
     """What one open plan has on the device without the workspaces of select and attend: two sets of
     index tensors, and what groups and windows need."""
     sizes = {"max_requests": max_requests, "max_tokens": max_tokens}
-    words = sum(padded_words(rows, columns) for _, rows, columns in buffer_rows(schema, **sizes))
     items = most_items(schema, tokens=max_tokens, requests=max_requests)
     return (
-        2 * 4 * words
+        index_bytes(schema, **sizes)
         + 4 * items * (schema.model.head_dim + 1)
         + schema.slot_bytes
         + staging_page(schema, **sizes).payload_bytes

@@ -213,7 +213,7 @@ class Fetches:
         """Indexes what has arrived."""
         prefix, first = self._prefix, fetch.cached_blocks
         landed, fetch.block_ids = fetch.block_ids[:here], fetch.block_ids[here:]
-        unused = prefix.adopt(fetch.trail, first, landed)
+        unused = prefix.index.land(fetch.trail, first, landed, prefix.notices.landed)
         fetch.block_ids = [*unused, *fetch.block_ids]
         fetch.fetched_blocks = here
         self.tokens += here * self._block_tokens
