@@ -3,6 +3,7 @@ as ours (`python -m benchmarks.run --peers`). benchmarks/peers.md says how to ge
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -106,7 +107,7 @@ def version_of(name: str) -> str:
             return version(package)
         except PackageNotFoundError:
             continue
-    root = import_module(peer.module.partition(".")[0])
+    root = sys.modules.get(peer.module.partition(".")[0])
     return str(getattr(root, "__version__", "unknown version"))
 
 
