@@ -80,8 +80,8 @@ class ForwardPlan(Uncopied):
                 for start, unknown in zip(starts, self.unknown_starts, strict=True)
             ]
         padded = sum(batch.padded_tokens for batch in self.batches)
-        said = describe_step(self.shape, starts, padded)
-        return f"ForwardPlan({'over' if self.done else 'open'}: {said})"
+        shown = describe_step(self.shape, starts, padded)
+        return f"ForwardPlan({'over' if self.done else 'open'}: {shown})"
 
     @property
     def batch(self) -> Batch:

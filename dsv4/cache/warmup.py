@@ -348,14 +348,14 @@ def progress_bar(shown: bool | None) -> Iterator[Callable[[int, int], None]]:
     visible = sys.stderr.isatty() if shown is None else shown
     begin = time.monotonic()
 
-    def tell(ready: int, of: int) -> None:
+    def report(ready: int, of: int) -> None:
         if visible:
             done = BAR_WIDTH * ready // max(of, 1)
             bar = "█" * done + "·" * (BAR_WIDTH - done)
             seconds = time.monotonic() - begin
             print(f"\rkernels {bar} {ready}/{of} {seconds:.0f} s", end="", file=sys.stderr)
 
-    yield tell
+    yield report
     if visible:
         print(file=sys.stderr)
 
