@@ -32,7 +32,7 @@ R = TypeVar("R")
 BOUNDS = {
     "decode": (15, 1260),
     "hit": (15, 580),
-    "evict, fetch, admit": (36, 1743),
+    "evict, fetch, admit": (36, 1787),
 }
 PROMPT = [nth % 32 for nth in range(300)]
 

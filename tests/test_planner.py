@@ -148,7 +148,7 @@ def test_a_part_of_a_block_is_a_block() -> None:
 def test_a_manager_allocates_what_was_planned() -> None:
     from dsv4.cache.manager import KVCacheManager
     from dsv4.cache.prefix.options import PrefixOptions
-    from tests.support.owned import owned_bytes
+    from tests.support.owned import bytes_of
 
     options: dict[str, Any] = {"max_step_tokens": 16, "prefix": PrefixOptions(snapshots=3)}
 
@@ -170,7 +170,7 @@ def test_a_manager_allocates_what_was_planned() -> None:
         assert (found.other_bytes, found.needed_bytes) == (other_bytes(found.requests), needed)
         manager = KVCacheManager.from_budget(TINY, found.budget, **options)
         total = manager.memory_bytes().total
-        assert owned_bytes(manager) == total == found.budget.total_bytes
+        assert bytes_of(manager) == total == found.budget.total_bytes
         assert needed <= total <= question.get("memory_bytes", needed)
         if found.question == "requests":  # one more would not fit
             more = found.requests + 1

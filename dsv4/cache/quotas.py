@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dsv4.cache.allocator import BlockLimit, BlockSupply
 from dsv4.cache.changes import changes
 from dsv4.cache.prefix.eviction import KeepsApart
 from dsv4.cache.prefix.quota import Quota, QuotaUse
 from dsv4.cache.prefix.trail import token_ids
-from dsv4.errors import require_type
+from dsv4.errors import InvalidInput, require_type
 
 if TYPE_CHECKING:
     from dsv4.cache.manager import KVCacheManager
     from dsv4.cache.prefix.cache import PrefixCache
+
+
+class LimitedTier(Protocol):
+    """A tier that keeps quotas."""
+
+    def limit(self, owner: bytes, most_bytes: int | None) -> None: ...
+
+    def bytes_of(self, owner: bytes) -> int | None: ...
 
 
 class Quotas:
@@ -23,14 +31,23 @@ class Quotas:
 
     A salt that would have more than its quota gives up its own least valuable cached blocks first,
     and nothing of others; what its requests hold and what is pinned counts too. If that is not
-    enough, the call that needs more raises OverQuota and has changed nothing. Requests without
-    token ids have no salt, and count for none. The calls count as calls of the manager.
+    enough, the call that needs more raises OverQuota and has changed nothing. In a tier it gives up
+    its own records that were used longest ago, and what still finds no room is not kept there.
+    Requests without token ids have no salt, and count for none. The calls count as calls of the
+    manager.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._prefix: PrefixCache = manager.prefix.required()
         self._manager, self.guard = manager, manager.guard
         self._supply: BlockSupply = manager.table.supply
+        self._tiers: dict[str, list[LimitedTier]] = {}
+        if manager.tiers:
+            from dsv4.tiers.disk import DiskTier
+            from dsv4.tiers.host import HostTier
+
+            for name, kind in (("host_bytes", HostTier), ("disk_bytes", DiskTier)):
+                self._tiers[name] = [each for each in manager.tiers.all if isinstance(each, kind)]
 
     def __repr__(self) -> str:
         return f"Quotas({len(self._supply.quotas)} salts)"
@@ -38,9 +55,12 @@ class Quotas:
     @changes
     def set(self, salt: str | None, quota: Quota) -> QuotaUse:
         """From now on this is the quota of a salt. What it has above that and no request holds is
-        evicted at once; the rest follows when its requests end. Raises InvalidInput."""
+        evicted at once; the rest follows when its requests end. A tier on disk follows in a
+        moment. Raises InvalidInput, also for a quota of a tier that the manager has not, or has
+        twice."""
         require_type("quota", quota, Quota)
         root = self._root(salt)
+        self._require_tiers(quota)
         limit, limits = self._limit(salt, quota), self._supply.limits
         if limit is not None and root not in limits:
             self._keep_apart([*limits, root])
@@ -50,6 +70,7 @@ class Quotas:
             self._supply.trim(root)
         elif limits.pop(root, None):
             self._keep_apart(limits)
+        self._limit_tiers(root, quota)
         return self._use(root, salt)
 
     def get(self, salt: str | None) -> QuotaUse:
@@ -62,6 +83,7 @@ class Quotas:
         root = self._root(salt)
         if self._supply.limits.pop(root, None):
             self._keep_apart(self._supply.limits)
+        self._limit_tiers(root, Quota())
         return self._supply.quotas.pop(root, None) is not None
 
     def all(self) -> tuple[QuotaUse, ...]:
@@ -79,6 +101,26 @@ class Quotas:
             return None
         return BlockLimit(quota.device_bytes // block_bytes, salt, quota.device_bytes, block_bytes)
 
+    def _require_tiers(self, quota: Quota) -> None:
+        for name, word in (("host_bytes", "HostTier"), ("disk_bytes", "DiskTier")):
+            count = len(self._tiers.get(name, ()))
+            if getattr(quota, name) is not None and count != 1:
+                raise InvalidInput(
+                    f"{name}={getattr(quota, name):,}: the manager has {count} tiers of the kind "
+                    f"{word}, and such a quota is for exactly one: build it with one, or leave "
+                    f"this out"
+                )
+
+    def _limit_tiers(self, root: bytes, quota: Quota) -> None:
+        for name, tiers in self._tiers.items():
+            for tier in tiers:
+                tier.limit(root, getattr(quota, name))
+
+    def _bytes_in(self, name: str, root: bytes) -> int | None:
+        found = [tier.bytes_of(root) for tier in self._tiers.get(name, ())]
+        known = [each for each in found if each is not None]
+        return sum(known) if len(known) == len(found) else None
+
     def _use(self, root: bytes, salt: str | None) -> QuotaUse:
         _, quota = self._supply.quotas.get(root, (salt, Quota()))
         owners, block_bytes = self._supply.allocator.owners, self._manager.schema.block_bytes
@@ -89,6 +131,8 @@ class Quotas:
             device_bytes=owners.used.get(root, 0) * block_bytes,
             cached_bytes=owners.idle.get(root, 0) * block_bytes,
             pinned_bytes=pinned * block_bytes,
+            host_bytes=self._bytes_in("host_bytes", root) or 0,
+            disk_bytes=self._bytes_in("disk_bytes", root),
         )
 
     def _keep_apart(self, roots: Collection[bytes]) -> None:

@@ -18,6 +18,7 @@ from dsv4.cache.prefix.explain import Explanation
 from dsv4.cache.prefix.hints import MOST_PRIORITY, Hints
 from dsv4.engine import Job
 from dsv4.errors import InvalidInput
+from dsv4.serve.bodies import cut
 from dsv4.serve.failures import ApiError
 from dsv4.serve.generation import Generation, Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
@@ -301,7 +302,7 @@ class EventStream(StreamingResponse):
 def require_model(name: str, model: ServedModel) -> None:
     """Raises ApiError for a model that is not served."""
     if name != model.name:
-        message = f"the model {name!r} is not here: this server has {model.name!r}"
+        message = f"the model {cut(name)!r} is not here: this server has {model.name!r}"
         raise ApiError(404, message, code="model_not_found", param="model")
 
 

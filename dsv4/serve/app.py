@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
@@ -135,16 +134,16 @@ def make_app(state: ServerState) -> Any:
 
 
 def guarded(app: FastAPI, options: ServerOptions) -> ASGIApp:
-    """With what every request meets before a route."""
-    if options.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[*options.allow_origins],
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*options.allowed_hosts])
-    return Guard(app, options)
+    """With what every request meets before a route. Pages that may call can read errors too."""
+    guard = Guard(app, options)
+    if not options.allow_origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allow_origins=[*options.allow_origins],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
 
 
 def make_api(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -43,10 +44,11 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.headers = retry_after_s, dict(headers or {})
 
     def body(self, *, anthropic: bool) -> dict[str, Any]:
         if anthropic:
@@ -58,7 +60,7 @@ class ApiError(Exception):
         return {"error": {**shown, "param": self.param, "code": self.code}}
 
     def response(self, path: str) -> Response:
-        headers = {}
+        headers = {**self.headers}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
@@ -93,7 +95,7 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _of_validation(error)
         case HTTPException():
-            return ApiError(error.status_code, str(error.detail))
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case RequestError() | Dsv4Error():
             return ApiError(500, f"{type(error).__name__}: {error}")
     return ApiError(500, f"{type(error).__name__}: the server's log has more")
@@ -103,11 +105,13 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong. What was sent is not repeated."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
+    where = [part for part in where if not part.startswith("(")]  # a kind, not a name
     if first["type"] == "extra_forbidden":
         where.append(first["msg"])
     param = ".".join(where) or None
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON", code="json_invalid")
+        why = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+        return ApiError(400, f"the body is not JSON: {why}", code="json_invalid")
     if first["type"] == "extra_forbidden":
         message = "this server does not know it (docs/serve.md says what it knows)"
     else:

@@ -1,4 +1,5 @@
-"""What a request meets before a route: limits of bytes and time, the key, the log's line."""
+"""What a request meets before a route: limits of bytes and time, the host, the key, the log's
+line."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
 
 from starlette.datastructures import Headers
@@ -18,6 +20,7 @@ ACCESS = logging.getLogger("dsv4.serve.access")
 OPEN = ("/health", "/ready", "/")  # without a key: probes and browsers have none
 OPEN_BELOW = "/static/"
 ENDLESS = ("/cache/events",)  # runs as long as a client watches
+HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 
 
 class Guard:
@@ -51,8 +54,12 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         """Raises ApiError."""
-        headers = Headers(scope=scope)
-        if self._key is not None and not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
+        headers, hosts = Headers(scope=scope), self._options.allowed_hosts
+        found = HOST.fullmatch(headers.get("host", ""))
+        if "*" not in hosts and (found is None or found[1].lower() not in hosts):
+            names = ", ".join(hosts)
+            raise ApiError(400, f"the Host header has to be one of {names}", code="unknown_host")
+        if self._key is not None and not _is_open(scope["path"]):
             kind, _, given = headers.get("authorization", "").partition(" ")
             key = given if kind.lower() == "bearer" else headers.get("x-api-key", "")
             if not hmac.compare_digest(_digest(key), self._key):

@@ -13,6 +13,7 @@ from types import FrameType
 
 import h11
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsv4.errors import InvalidInput
@@ -81,6 +82,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        most, self.limit_concurrency = self.limit_concurrency, None  # uvicorn's answer has no type
+        if most is not None and len(self.connections) > most:
+            self.app = _too_many
         self._idle_since_s = self.loop.time()
         self._check_later()
 
@@ -124,6 +128,15 @@ class Connection(H11Protocol):
             self._check_later()
 
 
+async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
+    """What a connection above the limit is answered, whatever it asks."""
+    message = "too many connections are open: close some, or try again later"
+    error = ApiError(503, message, code="too_many_connections", retry_after_s=1)
+    response = error.response(scope["path"])
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)
+
+
 class _Server(uvicorn.Server):
     """The first Ctrl-C takes no new requests and lets the others end; the second ends at once."""
 
@@ -157,6 +170,7 @@ def config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(state),
         http=Connection,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="on",

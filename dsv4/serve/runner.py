@@ -183,10 +183,18 @@ class Runner:
                 f"{tokens} tokens need {needed} blocks of {schema.block_tokens} tokens, and the "
                 f"server's memory has {total}: at most {total * schema.block_tokens} tokens fit"
             )
+        most = self.most_waiting + self.manager.max_requests
+        if count > most:
+            raise NeverFits(
+                f"{count} answers are asked at once: this server runs {self.manager.max_requests}, "
+                f"and {self.most_waiting} may wait: ask for at most {most}"
+            )
         if self._is_draining:
             raise ShuttingDown("the server is shutting down: ask another one")
-        waiting = sum(job.request is None for job in tuple(self.engine.jobs))
-        if waiting and waiting + count > self.most_waiting:
+        jobs = tuple(self.engine.jobs)
+        waiting = sum(job.request is None for job in jobs)
+        free = self.manager.max_requests - (len(jobs) - waiting)  # the next step fills these
+        if waiting + count > self.most_waiting + free:
             raise QueueFull(waiting, self.retry_after_s())
 
     def submit(

@@ -5,11 +5,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from dsv4.serve.bodies import cut
+
 Id = Annotated[str, Field(max_length=128)]
-Token = Annotated[int, Field(ge=0)]
+Token = Annotated[int, Field(ge=0, strict=True)]  # true is not one
 Tokens = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MOST_CHOICES = 16
@@ -18,6 +28,28 @@ T = TypeVar("T")
 # one error is enough: a body of 8 MiB has room for millions of wrong items
 Many = Annotated[list[T], Field(fail_fast=True)]
 Some = Annotated[list[T], Field(fail_fast=True, min_length=1)]
+
+
+def _kind(given: Any) -> str:
+    """Of what may be a text or a list of several kinds, which it is: so what is reported is wrong
+    with that kind. (Names of kinds are left out where a field is named.)"""
+    if isinstance(given, str):
+        return "(text)"
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, int):
+        return "(ids)"
+    return "(lists)" if isinstance(first, list) else "(list)"
+
+
+def _text_or_list(given: Any) -> str:
+    return "(text)" if isinstance(given, str) else "(list)"
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+TextOr = Annotated[
+    Annotated[A, Tag("(text)")] | Annotated[B, Tag("(list)")], Discriminator(_text_or_list)
+]
 
 
 class _Strict(BaseModel):
@@ -31,8 +63,7 @@ class _Strict(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             if any(name not in known for name in given):
                 name = next(name for name in given if name not in known)
-                shown = name if len(name) <= 64 else f"{name[:64]}…"
-                raise PydanticCustomError("extra_forbidden", "{name}", {"name": shown})
+                raise PydanticCustomError("extra_forbidden", "{name}", {"name": cut(name)})
         return given
 
 
@@ -89,7 +120,7 @@ def _few(given: Any) -> Any:
     return given
 
 
-TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # each in one way
 Biases = Annotated[dict[TokenText, float], BeforeValidator(_few)]
 
 
@@ -119,7 +150,7 @@ class OpenAIFields(SamplingFields):
     logit_bias: Biases | None = None
     max_tokens: Tokens | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
+    stop: TextOr[Stop, Annotated[Many[Stop], Field(max_length=16)]] | None = None
     stop_token_ids: Annotated[Many[Token], Field(max_length=64)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
@@ -138,7 +169,7 @@ class TextPart(_Loose):
 
 class ChatMessage(_Loose):
     role: Annotated[str, Field(max_length=32)]
-    content: str | Many[TextPart] | None = None
+    content: TextOr[str, Many[TextPart]] | None = None
 
 
 class ChatRequest(OpenAIFields):
@@ -157,9 +188,13 @@ class ChatRequest(OpenAIFields):
 
 
 class CompletionRequest(OpenAIFields):
-    prompt: (
-        str | Annotated[Some[str], Field(max_length=MOST_CHOICES)] | Some[Token] | Some[Some[Token]]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("(text)")]
+        | Annotated[Some[str], Field(max_length=MOST_CHOICES), Tag("(list)")]
+        | Annotated[Some[Token], Tag("(ids)")]
+        | Annotated[Some[Some[Token]], Tag("(lists)")],
+        Discriminator(_kind),
+    ]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] | None = None
     suffix: None = None
@@ -173,7 +208,7 @@ class AnthropicBlock(_Loose):
 
 class AnthropicMessage(_Strict):
     role: Literal["user", "assistant"]
-    content: str | Many[AnthropicBlock]
+    content: TextOr[str, Many[AnthropicBlock]]
 
 
 class AnthropicTool(_Loose):
@@ -187,7 +222,7 @@ class MessagesRequest(SamplingFields):
     model: str
     messages: Some[AnthropicMessage]
     max_tokens: Tokens
-    system: str | Many[AnthropicBlock] | None = None
+    system: TextOr[str, Many[AnthropicBlock]] | None = None
     stop_sequences: Annotated[Many[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)

@@ -110,6 +110,8 @@ class DiskTier(QueuedTier):
         self._disk = {each: Health(recent=_RECENT, failures=_BROKEN) for each in Operation}
         self._own = threading.local()
         self._takes_stock = False
+        self._quotas: dict[bytes, int] = {}
+        self._may_be_above: dict[bytes, None] = {}  # owners, since their limit or the index is new
         self._begin_stock()
 
     def _decide_direct(self) -> None:
@@ -120,6 +122,51 @@ class DiskTier(QueuedTier):
         if works is not None:
             self._direct = works
             self._flags = os.O_DIRECT if works else 0
+
+    # ---- quotas ----------------------------------------------------------------------------------
+
+    def limit(self, owner: bytes, most_bytes: int | None) -> None:
+        """From now on this is the most that records of an owner (`Label.owner`) may have here, of
+        all processes together; None ends that. One that has more gives up its own. Each process
+        keeps the limits that it was given."""
+        with self._lock:
+            if most_bytes is None:
+                self._quotas.pop(owner, None)
+            else:
+                self._quotas[owner] = most_bytes
+                self._may_be_above[owner] = None
+        self._begin_stock()
+
+    def bytes_of(self, owner: bytes) -> int | None:
+        """What records of an owner have here, those of other processes too: whole files. Asks the
+        index; None if that does not answer."""
+        with suppress(Outage, OSError), self._index.books() as books:
+            return books.owned(owner)
+        return None
+
+    def _over(self, books: Books, owner: bytes, more_bytes: int) -> int:
+        """By how much an owner would be above its limit with this much more."""
+        most = self._quotas.get(owner)
+        return 0 if most is None else max(0, books.owned(owner) + more_bytes - most)
+
+    def _make_room_of(self, books: Books, owner: bytes, more_bytes: int, keep: Key | None) -> bool:
+        """Whether an owner can have this much more within its limit, after records of its own were
+        removed for that; after its limit was lowered, whether it has at least no more than
+        before. Raises OSError."""
+        most = self._quotas.get(owner)
+        if most is None:
+            return True
+        if more_bytes > most:
+            return False
+        before_bytes = books.owned(owner)
+        for _ in range(MOST_VICTIMS):
+            if not self._over(books, owner, more_bytes):
+                break
+            victim = books.oldest_of(owner, keep)
+            if victim is None:
+                break
+            self._give_up_record(books, victim)
+        return books.owned(owner) + more_bytes <= max(most, before_bytes)
 
     # ---- as a tier -------------------------------------------------------------------------------
 
@@ -363,6 +410,7 @@ class DiskTier(QueuedTier):
                     and not short_bytes
                     and (reachable or helped)
                     and early_bytes <= books.capacity_bytes // EARLY_SHARE
+                    and not self._over(books, label.owner, label.padded_bytes)
                 )
                 # without a complete index, something uncounted might have to go, or be leaned on
                 if books.complete or fits:
@@ -394,8 +442,11 @@ class DiskTier(QueuedTier):
         before_bytes = books.bytes
         # only with this much room is a record kept that leans on nothing here
         spare = books.capacity_bytes // 16
-        if (over + spare > 0 or short_bytes) and not reachable:
+        is_over = self._over(books, label.owner, label.padded_bytes) > 0
+        if (over + spare > 0 or short_bytes or is_over) and not reachable:
             return None
+        if not self._make_room_of(books, label.owner, label.padded_bytes, label.leans_on):
+            return False
         for _ in range(MOST_VICTIMS):
             if before_bytes - books.bytes >= max(over, short_bytes):
                 break
@@ -407,7 +458,8 @@ class DiskTier(QueuedTier):
             raise OSError(errno.ENOSPC, "nothing is left that could make room")
         if books.bytes + label.padded_bytes > max(books.capacity_bytes, before_bytes):
             return False
-        books.put(label.key, label.leans_on, label.padded_bytes, books.now())
+        now, owner = books.now(), label.owner or None
+        books.put(label.key, label.leans_on, label.padded_bytes, now, owner=owner)
         if not books.complete:
             books.note_early(label.padded_bytes)
         return True
@@ -446,8 +498,27 @@ class DiskTier(QueuedTier):
         self._takes_stock = False
         with self._index.books():
             pass
+        if not self._index.complete:
+            with self._lock:
+                self._may_be_above.update(dict.fromkeys(self._quotas))
         if not self._look_around(0.01, unless_complete=True) or self._is_above():
             self._begin_stock()
+            return
+        owner = next(iter(self._may_be_above), None)
+        if owner is not None:
+            if not self._is_owner_above(owner):
+                self._may_be_above.pop(owner, None)
+            self._begin_stock()
+
+    def _is_owner_above(self, owner: bytes) -> bool:
+        """Whether an owner still has more than its limit after a few of its records were
+        removed."""
+        with self._index.books() as books:
+            before_bytes = books.owned(owner)
+            if not books.complete or not self._over(books, owner, 0):
+                return False
+            self._make_room_of(books, owner, 0, None)
+            return self._over(books, owner, 0) > 0 and books.owned(owner) < before_bytes
 
     def _is_above(self) -> bool:
         """Whether there is still more than the capacity after a few records were removed: some came

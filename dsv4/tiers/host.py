@@ -52,6 +52,12 @@ class HostRow:
         return sum(piece.nbytes for piece in self.payload)
 
     @property
+    def held_bytes(self) -> int:
+        """Of host memory: the tier's, and what is on loan."""
+        loan_bytes = 0 if self.loan is None else self.loan.memory.nbytes
+        return self.units * UNIT_BYTES + loan_bytes
+
+    @property
     def record(self) -> Record:
         return Record(label=self.label, parts=self.parts, sealed=self.published)
 
@@ -87,6 +93,8 @@ class HostTier(QueuedTier):
         # kept until the block is. Oldest first.
         self._lost: dict[Key, None] = {}
         self._passing_units = 0
+        self._owned: dict[bytes, int] = {}  # bytes of each owner, with loans
+        self._quotas: dict[bytes, int] = {}
         self._unpin: weakref.finalize[[], HostTier] | None = None
         self._users = weakref.WeakSet[object]()  # managers' ways to this tier
         self._is_shared = True  # between all of them; otherwise one has it alone
@@ -130,6 +138,57 @@ class HostTier(QueuedTier):
                 self._drop([key for key in self._rows if key.kind is Kind.BLOCK])
                 self._is_shared = True
 
+    # ---- quotas ----------------------------------------------------------------------------------
+
+    def limit(self, owner: bytes, most_bytes: int | None) -> None:
+        """From now on this is the most that records of an owner (`Label.owner`) may have here; None
+        ends that. One that has more gives up its own, those that nothing holds at once. Managers
+        that share the tier share its limits."""
+        with self._lock:
+            if most_bytes is None:
+                self._quotas.pop(owner, None)
+                self._rows.keep_apart_no_more(owner)
+            else:
+                self._quotas[owner] = most_bytes
+                self._rows.keep_apart(owner)
+                self._make_room_of(owner, 0)
+
+    def bytes_of(self, owner: bytes) -> int:
+        """What records of an owner have here: whole units, and what is on loan. Records on their
+        way to another tier do not count."""
+        with self._lock:
+            return self._owned.get(owner, 0)
+
+    def is_full(self, label: Label) -> bool:
+        """Whether the owner of a record would be above its limit with this one."""
+        with self._lock:
+            most = self._quotas.get(label.owner)
+            return most is not None and self.bytes_of(label.owner) + label.padded_bytes > most
+
+    def _own(self, row: HostRow, sign: int) -> None:
+        """Counts a row that is not passing."""
+        owner = row.label.owner
+        left = self._owned.get(owner, 0) + sign * row.held_bytes
+        if left:
+            self._owned[owner] = left
+        else:
+            del self._owned[owner]
+
+    def _make_room_of(self, owner: bytes, more_bytes: int) -> bool:
+        """Whether an owner can have this much more within its limit, after records of its own were
+        removed for that."""
+        most = self._quotas.get(owner)
+        if most is None:
+            return True
+        if more_bytes > most:
+            return False
+        while self._owned.get(owner, 0) + more_bytes > most:
+            entry = self._rows.pop(lambda row: not row.holds, owner=owner)
+            if entry is None:
+                return False
+            self._remove(entry.value)
+        return True
+
     # ---- rows ------------------------------------------------------------------------------------
 
     def take(
@@ -144,9 +203,12 @@ class HostTier(QueuedTier):
         with self._lock:
             if self._closed or label.key in self._rows:
                 return None
-            own_bytes = label.payload_bytes - (0 if loan is None else loan.memory.nbytes)
+            loan_bytes = 0 if loan is None else loan.memory.nbytes
+            own_bytes = label.payload_bytes - loan_bytes
             units = padded(HEADER_BYTES + own_bytes) // UNIT_BYTES
-            extents = None if self.is_lost(label) else self._room_beside(units, label)
+            extents = None
+            if not self.is_lost(label):
+                extents = self._room_beside(units, label, loan_bytes)
             passes = extents is None
             if passes:
                 self._lose(label.key)
@@ -166,9 +228,12 @@ class HostTier(QueuedTier):
             if loan is not None:
                 loan.taken = True
                 parts = Parts(header=own.header, payload=(*own.payload, loan.memory))
-            return HostRow(
+            row = HostRow(
                 label, parts, extents, own.payload, loan, passing=passes, leans=not passes
             )
+            if not passes:
+                self._own(row, 1)
+            return row
 
     def publish(self, row: HostRow) -> bool:
         """Makes a row visible, unless it is passing. Its header must be in place. It stays held.
@@ -177,7 +242,7 @@ class HostTier(QueuedTier):
             key = row.label.key
             if not (row.passing or row.published or key in self._rows):
                 row.published = True
-                self._rows.add(row.label, row.units * UNIT_BYTES, row)
+                self._rows.add(row.label, row.units * UNIT_BYTES, row, row.label.owner)
                 self._report((key,), there=True)
                 self._lean_no_more(row)
             # if another thread was first, this row goes when it is released
@@ -205,14 +270,17 @@ class HostTier(QueuedTier):
                 return
             if row.published:
                 self._rows.queue(row.label.key)
+                self._make_room_of(row.label.owner, 0)
                 return
             self._lean_no_more(row)
             self._free(row)
-            if row.passing:
-                self._passing_units -= row.units
 
     def _free(self, row: HostRow) -> None:
         self._extents.give(row.extents)
+        if row.passing:
+            self._passing_units -= row.units
+        else:
+            self._own(row, -1)
         if row.loan is not None:
             row.loan.give_back()
 
@@ -303,10 +371,13 @@ class HostTier(QueuedTier):
             if len(self._lost) > MOST_LOST:
                 del self._lost[next(iter(self._lost))]
 
-    def _room_beside(self, units: int, label: Label) -> tuple[Extent, ...] | None:
-        """Room that is not made by removing the block that a record leans on."""
+    def _room_beside(self, units: int, label: Label, loan_bytes: int) -> tuple[Extent, ...] | None:
+        """Room that is not made by removing the block that a record leans on. Where its owner has a
+        limit, its own records make room first."""
         self._rows.lean(label.leans_on)
         try:
+            if not self._make_room_of(label.owner, units * UNIT_BYTES + loan_bytes):
+                return None
             return self._room(units)
         finally:
             self._rows.lean_no_more(label.leans_on)

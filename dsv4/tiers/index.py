@@ -1,6 +1,6 @@
 """What a disk tier's directory holds, in an SQLite database next to the records. Torch-free.
 
-        ROOT/1/index-1-9d2e….sqlite   and what SQLite keeps next to it: -wal, -shm
+        ROOT/1/index-2-9d2e….sqlite   and what SQLite keeps next to it: -wal, -shm
         ROOT/1/index-lock             held while looking for an index, and while making one
 
 The files are the truth. Whether a record is there is asked from the file system, by name; the index
@@ -12,6 +12,10 @@ without its locks, a full disk, a read-only one) it is kept in memory, for this 
 A record leans on a block (`Label.leans_on`). Only records that nothing leans on are evicted, the
 longest unused first, and a record's last use passes to the block that it leaned on. So using the
 end of a prompt keeps all that is before it, and costs the same however long the prompt is.
+
+Each record counts for an owner (`Label.owner`), so that a tenant's quota is kept whichever process
+writes. The files do not name it: of a record that a survey finds it is the name that the chain of
+records before it begins with, which is the owner's where all of them are there.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ from dsv4.tiers.tier import Outage
 log = logging.getLogger("dsv4.tiers")
 # with the version of its tables. A name is never reused: SQLite would take the log of a lost index
 # for that of the next one.
-_NAME = re.compile(r"index-1-[0-9a-f]{16}\.sqlite", re.ASCII)
-_OURS = re.compile(r"\.?index-1-[0-9a-f]{16}\.sqlite(-wal|-shm|-journal)?", re.ASCII)
+_NAME = re.compile(r"index-2-[0-9a-f]{16}\.sqlite", re.ASCII)
+_OURS = re.compile(r"\.?index-[12]-[0-9a-f]{16}\.sqlite(-wal|-shm|-journal)?", re.ASCII)
 _LOCK = "index-lock"
 _MOST_UNITS = (1 << 31) - 1  # that SQLite's own number for its users can say
 RETRY_S = 60.0  # how long an index lies in memory before its file is tried again
@@ -59,9 +63,15 @@ CREATE TABLE IF NOT EXISTS records (
     leans_on BLOB,
     bytes INTEGER NOT NULL,     -- 0: not here, and something leans on it
     used INTEGER NOT NULL,
-    leaning INTEGER NOT NULL    -- how many records here lean on it
+    leaning INTEGER NOT NULL,   -- how many records here lean on it
+    owner BLOB                  -- NULL: not known yet
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS leaves ON records (used) WHERE leaning = 0 AND bytes > 0;
+CREATE INDEX IF NOT EXISTS own_leaves ON records (owner, used) WHERE leaning = 0 AND bytes > 0;
+CREATE INDEX IF NOT EXISTS unowned ON records (key) WHERE owner IS NULL AND bytes > 0;
+CREATE TABLE IF NOT EXISTS owners (
+    owner BLOB PRIMARY KEY, bytes INTEGER NOT NULL
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS others (  -- of other record versions
     path TEXT PRIMARY KEY, bytes INTEGER NOT NULL, used INTEGER NOT NULL, seen INTEGER NOT NULL
 ) WITHOUT ROWID;
@@ -120,41 +130,53 @@ class Books:
         found = self._db.execute("SELECT bytes FROM records WHERE key=?", (_blob(key),)).fetchone()
         return found is not None and found[0] > 0
 
-    def put(self, key: Key, leans_on: Key | None, size_bytes: int, used_ns: int) -> None:
-        """Counts a record that is there, or about to be."""
+    def put(
+        self,
+        key: Key,
+        leans_on: Key | None,
+        size_bytes: int,
+        used_ns: int,
+        *,
+        owner: bytes | None = None,
+    ) -> None:
+        """Counts a record that is there, or about to be; without an `owner` for none, until
+        `find_owners`."""
         own = _blob(key)
         below = None if leans_on is None or leans_on == key else _blob(leans_on)
         execute = self._db.execute
-        found = execute("SELECT bytes FROM records WHERE key=?", (own,)).fetchone()
+        found = execute("SELECT bytes, owner FROM records WHERE key=?", (own,)).fetchone()
         if found is not None and found[0]:
             execute("UPDATE records SET bytes=?, used=? WHERE key=?", (size_bytes, used_ns, own))
             self.bytes += size_bytes - found[0]
+            self._count(found[1], size_bytes - found[0])
             return
         execute(
-            "INSERT INTO records VALUES (?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET "
-            "leans_on=excluded.leans_on, bytes=excluded.bytes, used=max(used, excluded.used)",
-            (own, below, size_bytes, used_ns),
+            "INSERT INTO records VALUES (?, ?, ?, ?, 0, ?) ON CONFLICT (key) DO UPDATE SET "
+            "leans_on=excluded.leans_on, bytes=excluded.bytes, used=max(used, excluded.used), "
+            "owner=excluded.owner",
+            (own, below, size_bytes, used_ns, owner),
         )
         if below is not None:
             execute(
-                "INSERT INTO records VALUES (?, NULL, 0, 0, 1) "
+                "INSERT INTO records VALUES (?, NULL, 0, 0, 1, NULL) "
                 "ON CONFLICT (key) DO UPDATE SET leaning=leaning+1",
                 (below,),
             )
         self.records += 1
         self.bytes += size_bytes
+        self._count(owner, size_bytes)
 
     def remove(self, key: Key) -> None:
         """Removes a record that is gone. Its last use becomes that of its block."""
         own, execute = _blob(key), self._db.execute
         found = execute(
-            "SELECT leans_on, bytes, used, leaning FROM records WHERE key=?", (own,)
+            "SELECT leans_on, bytes, used, leaning, owner FROM records WHERE key=?", (own,)
         ).fetchone()
         if found is None or not found[1]:
             return
-        below, size_bytes, used_ns, leaning = found
+        below, size_bytes, used_ns, leaning, owner = found
         if leaning:
-            execute("UPDATE records SET leans_on=NULL, bytes=0 WHERE key=?", (own,))
+            execute("UPDATE records SET leans_on=NULL, bytes=0, owner=NULL WHERE key=?", (own,))
         else:
             execute("DELETE FROM records WHERE key=?", (own,))
         if below is not None:
@@ -165,15 +187,18 @@ class Books:
             execute("DELETE FROM records WHERE key=? AND leaning=0 AND bytes=0", (below,))
         self.records -= 1
         self.bytes -= size_bytes
+        self._count(owner, -size_bytes)
 
     def use(self, label: Label) -> tuple[Key, int] | None:
         """Marks a record as used now, or the block that it leans on where it is not here itself.
         Returns what was marked, and when it was used before."""
         for key in (label.key, label.leans_on):
             found = self._db.execute(
-                "SELECT used FROM records WHERE key=? AND bytes>0", (_blob(key),)
+                "SELECT used, bytes, owner FROM records WHERE key=? AND bytes>0", (_blob(key),)
             ).fetchone()
             if found is not None:
+                if found[2] != label.owner and label.owner:
+                    self._give(_blob(key), found[1], found[2], label.owner)
                 self.put_back(key)
                 return key, found[0]
         return None
@@ -181,6 +206,73 @@ class Books:
     def put_back(self, key: Key) -> None:
         """Makes it the last to go among the records that nothing leans on."""
         self._db.execute("UPDATE records SET used=? WHERE key=?", (self.now(), _blob(key)))
+
+    # ---- owners ----------------------------------------------------------------------------------
+
+    def owned(self, owner: bytes) -> int:
+        """Bytes of the records of an owner."""
+        found = self._db.execute("SELECT bytes FROM owners WHERE owner=?", (owner,)).fetchone()
+        return 0 if found is None else int(found[0])
+
+    def oldest_of(self, owner: bytes, keep: Key | None) -> Key | None:
+        """The record of an owner that goes next."""
+        found = self._db.execute(
+            "SELECT key FROM records INDEXED BY own_leaves "
+            "WHERE owner=? AND leaning=0 AND bytes>0 AND key IS NOT ? ORDER BY used LIMIT 1",
+            (owner, None if keep is None else _blob(keep)),
+        ).fetchone()
+        return None if found is None else _key(found[0])
+
+    def find_owners(self, most: int) -> bool:
+        """Finds whose some of the records are that a survey found: a record is its block's owner's,
+        and at the beginning of a chain the name of what it leans on is the owner's. Returns whether
+        all are known now."""
+        rows = self._db.execute(
+            "SELECT key FROM records INDEXED BY unowned "
+            "WHERE owner IS NULL AND bytes>0 ORDER BY key LIMIT ?",
+            (most,),
+        ).fetchall()
+        for (key,) in rows:
+            chain: dict[bytes, int] = {}
+            owner = self._owner_above(key, chain)
+            for each, size_bytes in chain.items():
+                self._give(each, size_bytes, None, owner)
+        return len(rows) < most
+
+    def _owner_above(self, at: bytes | None, chain: dict[bytes, int]) -> bytes:
+        """Of a record, and of those before it without an owner, which are put into `chain` with
+        their bytes. b"": no owner's, because it does not say what it leans on, or forged parents go
+        round in a circle."""
+        while at is not None and at not in chain:
+            found = self._db.execute(
+                "SELECT leans_on, bytes, owner FROM records WHERE key=?", (at,)
+            ).fetchone()
+            if found is None or not found[1]:
+                return at[1:]
+            below, size_bytes, owner = found
+            if owner is not None:
+                return bytes(owner)
+            chain[at] = size_bytes
+            at = below
+        return b""
+
+    def _give(self, own: bytes, size_bytes: int, before: bytes | None, owner: bytes) -> None:
+        self._db.execute("UPDATE records SET owner=? WHERE key=?", (owner, own))
+        self._count(before, -size_bytes)
+        self._count(owner, size_bytes)
+
+    def _count(self, owner: bytes | None, size_bytes: int) -> None:
+        if not owner or not size_bytes:
+            return
+        self._db.execute(
+            "INSERT INTO owners VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET "
+            "bytes=bytes+excluded.bytes",
+            (owner, size_bytes),
+        )
+        if size_bytes < 0:
+            self._db.execute("DELETE FROM owners WHERE owner=? AND bytes=0", (owner,))
+
+    # ---- what goes first -------------------------------------------------------------------------
 
     def oldest(self, keep: Key | None) -> Key | str | None:
         """What goes next: records of other versions, which nothing here can read, then the record
@@ -540,7 +632,7 @@ def _made(fd: int, path: Path) -> str:
         if _OURS.fullmatch(name):
             with suppress(OSError):
                 os.unlink(name, dir_fd=fd)
-    name = f"index-1-{secrets.token_hex(8)}.sqlite"
+    name = f"index-2-{secrets.token_hex(8)}.sqlite"
     create = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     os.close(os.open(f".{name}", create, 0o600, dir_fd=fd))
     try:

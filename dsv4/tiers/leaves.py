@@ -30,8 +30,12 @@ class Entry(Generic[V]):
     leans_on: Key
     size_bytes: int
     value: V
+    owner: bytes = b""
     last_use: int = 0
-    queued: bool = False
+    queued: int = 0  # the number of its entry in the heaps; 0: it is in none
+
+
+Heap = list[tuple[int, int, Entry[V]]]
 
 
 class Leaves(Generic[V]):
@@ -39,12 +43,16 @@ class Leaves(Generic[V]):
 
     A use marks one record. A record that goes passes its last use to the block that it leans on, so
     a use counts for all blocks before, and costs the same whatever their number.
+
+    Owners that are kept apart have a heap of their own in addition. An entry of a heap counts
+    as long as its number is the record's: what is popped from one heap is void in the other.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry[V]] = {}
         self._leaning: dict[Key, int] = {}  # on a block, whether or not it is held
-        self._heap: list[tuple[int, int, Entry[V]]] = []  # leaves; stamps may be out of date
+        self._heap: Heap[V] = []  # leaves; stamps may be out of date
+        self._apart: dict[bytes, Heap[V]] = {}  # those of some owners
         self._clock = self._pushes = 0
         self.used_bytes = 0
 
@@ -60,9 +68,10 @@ class Leaves(Generic[V]):
     def get(self, key: Key) -> Entry[V] | None:
         return self._entries.get(key)
 
-    def add(self, label: Leaning, size_bytes: int, value: V) -> None:
+    def add(self, label: Leaning, size_bytes: int, value: V, owner: bytes = b"") -> None:
         """The newest entry. Its key must not be held."""
-        entry = self._entries[label.key] = Entry(label.key, label.leans_on, size_bytes, value)
+        entry = Entry(label.key, label.leans_on, size_bytes, value, owner)
+        self._entries[label.key] = entry
         self.used_bytes += size_bytes
         self.lean(entry.leans_on)
         self.touch(entry.key)
@@ -78,6 +87,7 @@ class Leaves(Generic[V]):
     def remove(self, key: Key) -> Entry[V] | None:
         entry = self._entries.pop(key, None)
         if entry is not None:
+            entry.queued = 0
             self.used_bytes -= entry.size_bytes
             before = self._entries.get(entry.leans_on)
             if before is not None:
@@ -103,26 +113,41 @@ class Leaves(Generic[V]):
         entry = self._entries.get(key)
         if entry is None or entry.queued:
             return
-        if len(self._heap) > 2 * len(self._entries) + 64:  # most are of records long removed
-            self._heap = [each for each in self._heap if self._is_held(each[2])]
-            heapq.heapify(self._heap)
-        entry.queued = True
         self._pushes += 1
-        heapq.heappush(self._heap, (entry.last_use, self._pushes, entry))
+        entry.queued = self._pushes
+        self._push(self._heap, entry)
+        if self._apart and entry.owner in self._apart:
+            self._push(self._apart[entry.owner], entry)
 
-    def pop(self, may_go: Callable[[V], bool]) -> Entry[V] | None:
-        """Removes the leaf that was used longest ago, of those that may go. One that may not is
-        skipped until it is queued again."""
-        while self._heap:
-            stamp, _, entry = heapq.heappop(self._heap)
-            entry.queued = False
-            if not self._is_held(entry) or entry.key in self._leaning or not may_go(entry.value):
+    def _push(self, heap: Heap[V], entry: Entry[V]) -> None:
+        if len(heap) > 2 * len(self._entries) + 64:  # most are void
+            heap[:] = [each for each in heap if each[2].queued == each[1]]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (entry.last_use, entry.queued, entry))
+
+    def keep_apart(self, owner: bytes) -> None:
+        """From now on `pop` finds the records of this owner without a look at others."""
+        if owner not in self._apart:
+            own = [each for each in self._heap if each[2].owner == owner]
+            self._apart[owner] = [each for each in own if each[2].queued == each[1]]
+            heapq.heapify(self._apart[owner])
+
+    def keep_apart_no_more(self, owner: bytes) -> None:
+        self._apart.pop(owner, None)
+
+    def pop(self, may_go: Callable[[V], bool], *, owner: bytes | None = None) -> Entry[V] | None:
+        """Removes the leaf that was used longest ago, of those that may go; of an `owner` that is
+        kept apart, or of all. One that may not is skipped until it is queued again."""
+        heap = self._heap if owner is None else self._apart[owner]
+        while heap:
+            stamp, number, entry = heapq.heappop(heap)
+            if entry.queued != number:
+                continue
+            entry.queued = 0
+            if entry.key in self._leaning or not may_go(entry.value):
                 continue
             if stamp < entry.last_use:
                 self.queue(entry.key)
                 continue
             return self.remove(entry.key)
         return None
-
-    def _is_held(self, entry: Entry[V]) -> bool:
-        return self._entries.get(entry.key) is entry

@@ -54,7 +54,8 @@ class Label:
     `tokens` counts from the start of the prompt to the end of the record. `parent` is the chain
     digest of the block before it (the chain's root before the first); that of a state is the last
     whole block's. `fingerprint` is the schema's content fingerprint. With a `secret` the record is
-    sealed with it, and refused if what is loaded is not.
+    sealed with it, and refused if what is loaded is not. `owner`, whose quota the record counts
+    for, is the chain's root: it is not written, because it follows from the parents.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Label:
     tokens: int
     payload_bytes: int
     secret: Secret | None = field(default=None, compare=False, repr=False)
+    owner: bytes = field(default=b"", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("digest", "parent", "fingerprint"):

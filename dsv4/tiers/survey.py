@@ -65,6 +65,11 @@ def _round(shelves: Shelves, index: Index) -> Iterator[None]:
             continue
         yield from _gone(shelves, index, kind, byte, names, before_ns)
     yield from _others(shelves, index)
+    while index.openings == began:
+        with index.books() as books:
+            if books.find_owners(PIECE):
+                break
+        yield
     with index.books() as books:
         if index.openings == began:
             books.complete = 1

@@ -28,7 +28,7 @@ from dsv4.errors import (
 )
 from dsv4.model import PRESETS, ModelSpec, v4_layers
 from tests.oracles.bookkeeping import nothing_changes, snapshot
-from tests.support.owned import owned_bytes
+from tests.support.owned import bytes_of
 
 TINY = ModelSpec.preset("tiny")
 NOT_COUNTS = [-1, -(10**30), 1.5, float("nan"), float("inf"), float("-inf"), True, "3", None]
@@ -219,7 +219,7 @@ def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
                     budget.block_table_bytes,
                 )
                 # and that is what torch has really allocated
-                assert owned_bytes(manager, device) == used.total == budget.total_bytes
+                assert bytes_of(manager, device) == used.total == budget.total_bytes
 
 
 @pytest.mark.parametrize("preset", PRESETS)

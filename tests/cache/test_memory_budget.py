@@ -11,7 +11,7 @@ from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.schema import CacheSchema, compute_block_budget
 from dsv4.errors import InvalidInput, PoolTooSmall
 from dsv4.model import ModelSpec
-from tests.support.owned import owned_bytes
+from tests.support.owned import bytes_of
 
 SCHEMA = CacheSchema.build(ModelSpec.preset("tiny"), max_context=4096, max_draft_tokens=2)
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def test_no_more_is_allocated_than_asked(options: dict[str, Any], requests: int)
     asked = 200 * MIB
     made = KVCacheManager.from_memory(SCHEMA, memory_bytes=asked, max_requests=requests, **options)
     total = made.memory_bytes().total
-    assert owned_bytes(made) == total  # all tensors that the manager has
+    assert bytes_of(made) == total  # all tensors that the manager has
     assert asked - SCHEMA.block_bytes < total <= asked
     other = KVCacheManager.other_bytes(SCHEMA, max_requests=requests, **options)
     budget = compute_block_budget(
@@ -45,14 +45,14 @@ def test_a_step_leaves_nothing_allocated():
     made = KVCacheManager.from_memory(
         SCHEMA, memory_bytes=20 * MIB, max_requests=3, max_step_tokens=400, prefix=PrefixOptions()
     )
-    before = owned_bytes(made)
+    before = bytes_of(made)
     request = made.admit_request(list(range(300)))
     plan = made.prepare_forward([(request, 300)])
     plan.mark_appended()
     made.commit(plan, ids=list(range(300)))
     made.fork(request, 1)
     made.rewind(request, 100)
-    assert owned_bytes(made) == before
+    assert bytes_of(made) == before
 
 
 def test_a_budget_for_other_options_is_refused():

@@ -25,7 +25,7 @@ from dsv4.reference import host_entries
 from dsv4.tiers.disk import DiskTier
 from tests.support.attending_model import AttendingModel
 from tests.support.faults import DeviceFault, Faults, Interrupts
-from tests.support.owned import owned_bytes
+from tests.support.owned import bytes_of
 
 TINY = ModelSpec.preset("tiny")
 SIZES: dict[str, Any] = {"max_context": 2048, "max_draft_tokens": 1}
@@ -131,7 +131,7 @@ def test_no_more_is_allocated_than_asked_of_either_memory():
     assert stats.host_bytes <= host
     assert memory.total <= asked
     assert asked - memory.total < APART.block_bytes + APART.entries_bytes
-    assert owned_bytes(manager) == memory.total + stats.host_bytes
+    assert bytes_of(manager) == memory.total + stats.host_bytes
     assert manager.table.allocator.total == stats.host_bytes // APART.entries_bytes
 
 

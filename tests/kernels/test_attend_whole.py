@@ -17,7 +17,7 @@ from dsv4.model import ModelSpec
 from dsv4.ops.calls import Attention
 from tests.kernels.test_attend_hopper import PROCESSORS, v4_step
 from tests.support.no_gpu import no_gpu
-from tests.support.owned import owned_bytes
+from tests.support.owned import bytes_of
 
 CSA, HCA, LONG = (128, 512), (128, 1024), (128, 8192)
 
@@ -113,7 +113,7 @@ def test_a_budget_counts_their_workspace() -> None:
         asked = whole + (64 << 20)
         made = KVCacheManager.from_memory(schema, memory_bytes=asked, batch_invariant=True, **sizes)
         total = made.memory_bytes().total
-        assert owned_bytes(made) == total
+        assert bytes_of(made) == total
         assert asked - schema.block_bytes < total <= asked
         with pytest.raises(InvalidInput, match="batch_invariant=1"):
             KVCacheManager.other_bytes(schema, batch_invariant=1, **sizes)  # type: ignore[arg-type]

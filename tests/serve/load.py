@@ -7,6 +7,7 @@ as before when they have gone.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from dsv4.serve.models import Opened, Room, StandIn
 from tests.serve.serving import WAIT_S, Running, greedy_text, running
 
 CLIENTS = 12
-STUCK_S = 120.0  # that an answer may take, on a busy machine
+STUCK_S = 120.0  # without a byte; then it depends on how far the server got in the meantime
+MOST_STEPS = 20_000  # that an answer may take: longer than all that may wait before it
 WORDS = ["block ", "ring ", "entry ", "window ", "Größe ", "\U0001f642 "]
 MOST_GROWTH = 96 << 20  # of the process in bytes, between the warm server and the end
 # options of a server: few blocks, so that requests give memory back all the time
@@ -80,7 +83,7 @@ class Load:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(seconds + 2 * STUCK_S)
+            thread.join(seconds + 10 * STUCK_S)
         if any(thread.is_alive() for thread in threads):
             self.wrong.append("a client is stuck")
 
@@ -101,11 +104,17 @@ class Load:
                     if time.monotonic() > until:
                         return
                     way = draw.choice(ways)
+                    steps = self.server.engine.steps
                     try:
                         kind = way(client, draw)
                     except httpx.TimeoutException:
-                        self.wrong.append(f"{way.__name__}: nothing came for {STUCK_S:g} s")
-                        return
+                        taken = self.server.engine.steps - steps
+                        if not 0 < taken < MOST_STEPS:
+                            faulthandler.dump_traceback()  # of all threads
+                            name = way.__name__
+                            self.wrong.append(f"{name}: nothing in {STUCK_S:g} s, {taken} steps")
+                            return
+                        kind = "slow"
                     except httpx.TransportError as error:
                         self.wrong.append(f"{way.__name__}: {error!r}")
                         return
@@ -204,9 +213,33 @@ class Load:
 
 
 def measures() -> dict[str, int]:
+    """Of the process, which holds the clients too."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"bytes": resident, "files": len(os.listdir("/proc/self/fd"))}
+    return {
+        "bytes": resident,
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
+
+
+def held(server: Running) -> dict[str, int]:
+    """Blocks, slots, and rows of the host and of what residency lends."""
+    manager = server.engine.manager
+    stats = manager.stats()
+    found = {
+        "blocks live": stats.blocks_live,
+        "blocks in flight": stats.blocks_in_flight,
+        "blocks cached": stats.blocks_cached,
+        "blocks free": stats.blocks_free,
+        "slots taken": stats.slots_total - stats.slots_free,
+        "snapshot rows taken": 0 if stats.prefix is None else stats.prefix.snapshots_used,
+    }
+    found |= {f"{tier.name} bytes": tier.held_bytes for tier in stats.tiers}
+    if stats.residency is not None:
+        found["entry rows taken"] = stats.residency.rows_total - stats.residency.rows_free
+        found["blocks with entries on the device"] = stats.residency.blocks_on_device
+    return found
 
 
 def settled(server: Running) -> dict[str, int]:
@@ -229,12 +262,24 @@ def settled(server: Running) -> dict[str, int]:
     if manager.tiers:
         assert manager.tiers.drain(WAIT_S)
     server.state.runner.call(look).result(WAIT_S)
-    return measures()
+    return server.state.runner.call(lambda: held(server)).result(WAIT_S) | measures()
 
 
-def play(seconds: float, seed: int, way: str) -> tuple[Counter[str], dict[str, int]]:
-    """Load for some time, after a fifth of it that warms up. Returns what was done, and by how much
-    memory and files have grown; AssertionError for what must not be."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What was done, and what was held with nobody there: after the warm-up, and at the end."""
+
+    done: Counter[str]
+    before: dict[str, int]
+    after: dict[str, int]
+
+    def grown(self, name: str) -> int:
+        return self.after[name] - self.before[name]
+
+
+def play(seconds: float, seed: int, way: str) -> Played:
+    """Load for some time, after a fifth of it that warms up. Raises AssertionError for what must
+    not be."""
     torch.set_num_threads(1)
     options = {"max_requests": 6, "max_context": 1024, "max_step_tokens": 128, "max_waiting": 16}
     with tempfile.TemporaryDirectory() as place:
@@ -242,16 +287,16 @@ def play(seconds: float, seed: int, way: str) -> tuple[Counter[str], dict[str, i
         if "disk_bytes" in more:
             more["disk"] = Path(place) / "kv"
         with running(Tight(), **options, **more) as server:
-            done, before = Counter[str](), dict[str, int]()
+            done, found = Counter[str](), list[dict[str, int]]()
             for part, part_seed in ((seconds / 5, seed), (4 * seconds / 5, seed + 100)):
                 load = Load(server, part_seed, long=seconds > 30)
                 load.run(part)
                 assert not load.wrong, load.wrong[:3]
-                after = settled(server)
-                grown = {name: after[name] - before.get(name, after[name]) for name in after}
-                before, done = after, done + load.found
+                found.append(settled(server))
+                done += load.found
             done["preemptions"] = server.state.runner.counters.preemptions
-    return done, grown
+            done["steps"] = server.engine.steps
+    return Played(done=done, before=found[0], after=found[1])
 
 
 def main() -> None:
@@ -260,8 +305,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--way", choices=WAYS, default="tiers")
     options = parser.parse_args()
-    done, grown = play(options.seconds, options.seed, options.way)
-    print(json.dumps({"done": done, "grown": grown}, indent=1, sort_keys=True))
+    found = play(options.seconds, options.seed, options.way)
+    told = {"done": found.done, "before": found.before, "after": found.after}
+    print(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":

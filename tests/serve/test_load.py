@@ -22,8 +22,9 @@ NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(7200)]
     ],
 )
 def test_nothing_is_lost_under_random_load(way: str, seconds: float) -> None:
-    done, grown = play(seconds, seed=int(seconds), way=way)
-    assert done["check: 200"] > 0
-    assert done["leave: left"] > 0
-    assert grown["files"] <= 2
-    assert grown["bytes"] < MOST_GROWTH
+    found = play(seconds, seed=int(seconds), way=way)
+    assert found.done["check: 200"] > 0
+    assert found.done["leave: left"] > 0
+    assert found.grown("files") <= 2
+    assert found.grown("threads") <= 40  # which starlette's pool may have
+    assert found.grown("bytes") < MOST_GROWTH

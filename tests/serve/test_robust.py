@@ -6,8 +6,9 @@ import json
 import logging
 import random
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -160,6 +161,56 @@ def test_parts_of_a_body_are_counted_as_json_has_them(seed: int) -> None:
     assert brackets(STRING.sub(b"", body)) == parts(whole) <= count_parts(body)
     cut = body[: draw.randrange(len(body))]  # one that ends in a string: no part is counted twice
     assert brackets(STRING.sub(b"", cut)) <= parts(whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (b'"metadata": {"a": [NaN]}', "NaN, which is not a number"),
+        (b'"metadata": {"a": -Infinity}', "-Infinity, which"),
+        (b'"cache_salt": "a", "cache_salt": "b"', "'cache_salt' comes twice"),
+        (b'"metadata": {"b": {"a": 1, "b": 2, "a": 1}}', "'a' comes twice"),
+        (b'"user": "\\uD83d"', "a text is not UTF-8"),
+        (b'"metadata": {"\\udc00": 1}', "a text is not UTF-8"),
+        (b'"user": "\xff"', "the byte at 10 is not UTF-8"),
+        (b'"metadata": {"a": ' + b"[" * 2000 + b"]" * 2000 + b"}", "nested too deeply"),
+        (b'"seed": ' + b"1" * 5000, "too many digits"),
+        (b'"seed": 1,', "not JSON: Expecting property name enclosed in double quotes at character"),
+    ],
+)
+def test_what_parsers_read_differently_is_refused(server: Running, more: bytes, says: str) -> None:
+    """Else a proxy that checks a request might have checked another one."""
+    chat = {"model": "stand-in", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    body = b"{" + more + b", " + json.dumps(chat)[1:].encode()
+    if says.startswith("not JSON"):
+        body = b"{" + more + b"}"
+    with server.http() as client:
+        found = client.post(PATHS[1], content=body, headers=JSON)
+        assert found.status_code == 400
+        assert says in found.json()["error"]["message"]
+        emoji = {**chat, "user": "\U0001f642"}  # which JSON may write as two surrogates
+        assert client.post(PATHS[1], json=emoji).status_code == 200
+        marked = b"\xef\xbb\xbf" + json.dumps(emoji).encode()
+        assert client.post(PATHS[1], content=marked, headers=JSON).status_code == 200
+
+
+def test_connections_above_the_limit_get_a_typed_answer() -> None:
+    with running(max_connections=2) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with ExitStack() as stack:
+            for _ in range(2):
+                stack.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
+            for path, kind in (("/v1/messages", "overloaded_error"), ("/health", "server_error")):
+                with server.http() as client:
+                    found = client.post(path, json={})
+                assert found.status_code == 503
+                assert found.headers["retry-after"] == "1"
+                assert found.json()["error"]["type"] == kind
+        until = time.monotonic() + WAIT_S
+        while server.server.server_state.connections:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        lives(server)
 
 
 def test_a_body_must_say_that_it_is_json(server: Running) -> None:
@@ -387,9 +438,28 @@ def test_calls_after_the_end_are_answered() -> None:
 def test_a_name_of_another_site_does_not_reach_loopback() -> None:
     with running(allowed_hosts=("127.0.0.1",)) as server, server.http() as client:
         assert client.get("/health").status_code == 200
-        assert client.get("/health", headers={"host": "evil.example"}).status_code == 400
+        for name in ("evil.example", "evil.example:127", "127.0.0.1.evil.example", "", "a:b:c"):
+            found = client.get("/health", headers={"host": name})
+            assert found.status_code == 400
+            assert found.json()["error"]["code"] == "unknown_host"
+        for name in ("127.0.0.1", "127.0.0.1:1"):
+            assert client.get("/health", headers={"host": name}).status_code == 200
         preflight = {"origin": "http://evil.example", "access-control-request-method": "POST"}
         found = client.options("/v1/completions", headers=preflight)
+        assert "access-control-allow-origin" not in found.headers
+
+
+def test_a_page_that_may_call_can_read_errors() -> None:
+    """Those of the key and of limits too: a browser gives a page nothing without these headers."""
+    page = {"origin": "http://page.example"}
+    options = {"api_key": "right", "allow_origins": ("http://page.example",)}
+    with running(**options) as server, server.http() as client:
+        preflight = {**page, "access-control-request-method": "POST"}
+        assert client.options("/v1/completions", headers=preflight).status_code == 200
+        found = client.post("/v1/completions", json=ASK, headers=page)
+        assert found.status_code == 401
+        assert found.headers["access-control-allow-origin"] == page["origin"]
+        found = client.get("/health", headers={"origin": "http://other.example"})
         assert "access-control-allow-origin" not in found.headers
 
 
@@ -469,4 +539,5 @@ def test_an_unknown_path_is_a_typed_404(server: Running) -> None:
             found = client.get(path)
             assert found.status_code in (404, 405)
             assert found.json()["error"]["message"]
-        assert client.get("/v1/completions").status_code == 405
+        found = client.get("/v1/completions")
+        assert (found.status_code, found.headers["allow"]) == (405, "POST")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -292,6 +293,39 @@ def test_a_full_queue_says_when_to_come_again() -> None:
                 assert refused.json()["error"]["code"] == "queue_full"
         server.wait_until(server.is_idle)
         assert client.post("/v1/completions", json={**ASK, "max_tokens": 1}).status_code == 200
+
+
+def test_only_those_that_would_wait_are_counted_as_waiting() -> None:
+    """With no queue at all, as many at once as can run; and not one more. What can never be taken
+    is not told to come again."""
+    with running(max_requests=3, max_waiting=0) as server:
+        runner = server.state.runner
+        gate = threading.Event()
+        runner.call(lambda: gate.wait(WAIT_S))  # no step: all that come wait for it
+        found = list[int]()
+
+        def ask() -> None:
+            with server.http() as client:
+                found.append(
+                    client.post("/v1/completions", json={**ASK, "max_tokens": 3}).status_code
+                )
+
+        threads = [threading.Thread(target=ask) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        while len(found) < 2:
+            time.sleep(0.01)
+        assert len(server.engine.jobs) == 3
+        gate.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert sorted(found) == [200] * 3 + [429] * 2
+        with server.http() as client:
+            body = {**ASK, "max_tokens": 1}
+            assert client.post("/v1/completions", json={**body, "n": 3}).status_code == 200
+            refused = client.post("/v1/completions", json={**body, "n": 4})
+            assert refused.status_code == 400  # and not 429 for ever
+            assert "ask for at most 3" in refused.json()["error"]["message"]
 
 
 def test_what_can_never_fit_is_refused_with_the_figure() -> None:

@@ -36,7 +36,7 @@ def tensors_of(root: object) -> Iterator[Tensor]:
                     waiting.append(getattr(found, name))
 
 
-def owned_bytes(root: object, device: str = "cpu") -> int:
+def bytes_of(root: object, device: str = "cpu") -> int:
     """Bytes of a device's memory that those tensors have, each counted once."""
     storages = {}
     for tensor in tensors_of(root):

@@ -400,7 +400,7 @@ def _other_tables(path: Path) -> None:
 
 def _nonsense(path: Path) -> None:
     with sqlite3.connect(path) as db:
-        db.execute("INSERT INTO records VALUES (x'07', NULL, 4096, 0, 0)")
+        db.execute("INSERT INTO records VALUES (x'07', NULL, 4096, 0, 0, NULL)")
 
 
 LOSSES = {

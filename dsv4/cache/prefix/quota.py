@@ -12,10 +12,13 @@ class Quota:
     """The most bytes that the prompts of one salt may have in each place; None: no limit there.
 
     `device_bytes` counts blocks on the device: those that requests hold and those that are only
-    cached.
+    cached. `host_bytes` counts what a HostTier keeps, `disk_bytes` what a DiskTier keeps: blocks,
+    snapshots and suspended requests, in whole units of 4 KiB.
     """
 
     device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -26,11 +29,15 @@ class Quota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaUse:
-    """What a salt has now, `device_bytes`, and may have, its `quota`. `cached_bytes` of those on
-    the device are in use by no request, `pinned_bytes` of them stay until they are unpinned."""
+    """What a salt has now, `device_bytes`, `host_bytes` and `disk_bytes`, and may have, its
+    `quota`. `cached_bytes` of those on the device are in use by no request, `pinned_bytes` of them
+    stay until they are unpinned. Without such a tier, the bytes there are 0; None: the disk's index
+    does not answer now."""
 
     salt: str | None
     quota: Quota
     device_bytes: int
     cached_bytes: int
     pinned_bytes: int
+    host_bytes: int
+    disk_bytes: int | None

@@ -33,7 +33,9 @@ class Labels:
     def payload_bytes(self, kind: Kind) -> int:
         return self._bytes[kind]
 
-    def make(self, kind: Kind, digest: bytes, parent: bytes, tokens: int) -> Label:
+    def make(
+        self, kind: Kind, digest: bytes, parent: bytes, tokens: int, owner: bytes = b""
+    ) -> Label:
         return Label(
             kind=kind,
             digest=digest,
@@ -42,17 +44,20 @@ class Labels:
             tokens=tokens,
             payload_bytes=self._bytes[kind],
             secret=self._secret,
+            owner=owner,
         )
 
     def of_cached(self, cached: NewlyCached) -> Label:
         """A block that was cached, or the snapshot at its end."""
         kind = Kind.SNAPSHOT if cached.is_snapshot else Kind.BLOCK
-        return self.make(kind, cached.node.digest, cached.parent, cached.tokens)
+        node = cached.node
+        return self.make(kind, node.digest, cached.parent, cached.tokens, node.root)
 
     def of_block(self, trail: TokenTrail, block: int, kind: Kind = Kind.BLOCK) -> Label:
         """A block of a prompt, or the snapshot at its end."""
         parent = trail.digest(block - 1) if block else trail.root
-        return self.make(kind, trail.digest(block), parent, (block + 1) * self.block_tokens)
+        tokens = (block + 1) * self.block_tokens
+        return self.make(kind, trail.digest(block), parent, tokens, trail.root)
 
     def of_blocks(self, trail: TokenTrail, blocks: int) -> Sequence[Label]:
         """The labels of a prompt's first blocks, each made when it is looked at."""
@@ -60,7 +65,7 @@ class Labels:
 
     def of_state(self, trail: TokenTrail, tokens: int) -> Label:
         """The state of a request with the trail's first `tokens` tokens, at least one."""
-        return self.make(Kind.STATE, *trail.state_digests(tokens), tokens)
+        return self.make(Kind.STATE, *trail.state_digests(tokens), tokens, trail.root)
 
 
 class _Blocks(Sequence[Label]):
@@ -79,4 +84,5 @@ class _Blocks(Sequence[Label]):
             return [self[n] for n in range(*at.indices(len(self)))]
         n = range(len(self))[at]
         tokens = (n + 1) * self._labels.block_tokens
-        return self._labels.make(Kind.BLOCK, self._digests[n + 1], self._digests[n], tokens)
+        own, before, root = self._digests[n + 1], self._digests[n], self._digests[0]
+        return self._labels.make(Kind.BLOCK, own, before, tokens, root)

@@ -152,7 +152,7 @@ class Offload(Observer):
                 if loan is not None:  # computed again: one of two equal rows is enough
                     self._host.take_loan(label, loan)
             return False
-        is_wanted = route.has_below or not self._host.is_lost(label)
+        is_wanted = route.has_below or not (self._host.is_lost(label) or self._host.is_full(label))
         is_busy = not is_first or self._copying > 0 or not self._worker.idle or bool(route.open)
         if is_wanted and is_busy:
             return True

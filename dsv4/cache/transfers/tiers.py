@@ -25,6 +25,7 @@ from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.offload import Offload, Route, Suspended
 from dsv4.cache.transfers.worker import Worker
 from dsv4.errors import InvalidInput, RecoveryNeeded, ThreadError, require_timeout
+from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Kind, Region
 from dsv4.tiers.sizes import HEADER_BYTES, padded
@@ -176,11 +177,19 @@ class Tiers:
         for fetch in tuple(self.route.open):
             self.fetches.cancel(fetch)
         self._drain(timeout_s)
+        self._end_quotas()
         self.route.tiers = ()
         self.route.worker.close(max(0.0, until - time.monotonic()))
         self.host.close_for(self)
         if not self.route.host_is_tier:
             self.host.close(max(0.0, until - time.monotonic()))
+
+    def _end_quotas(self) -> None:
+        """Those that this manager was given do not outlive it in its tiers."""
+        for root in self._manager.table.supply.quotas:
+            for tier in self._tiers:
+                if isinstance(tier, HostTier | DiskTier):
+                    tier.limit(root, None)
 
     # ---- up --------------------------------------------------------------------------------------
 
