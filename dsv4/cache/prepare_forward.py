@@ -87,10 +87,7 @@ class ForwardPlan(Uncopied):
     def batch(self) -> Batch:
         """The only batch. Raises PlanError if there are two (`chunks_apart`)."""
         if len(self.batches) > 1:
-            raise PlanError(
-                "the chunks of this plan are apart: bind the layer to plan.decode and to "
-                "plan.prefill"
-            )
+            _refuse_two_batches()
         return self.batches[0]
 
     @property
@@ -142,6 +139,12 @@ class ForwardPlan(Uncopied):
     def num_tokens(self) -> int:
         """Tokens of all requests, without padding."""
         return self.shape.num_tokens
+
+
+def _refuse_two_batches() -> NoReturn:
+    raise PlanError(
+        "the chunks of this plan are apart: bind the layer to plan.decode and to plan.prefill"
+    )
 
 
 class PlanOptions(TypedDict, total=False):
