@@ -133,3 +133,16 @@ def test_benchmarks_run_whatever_tests_say(
     assert (made.returncode == 0) == passes, made.stdout + made.stderr
     said = ["FAILED" if status not in (0, 5) else "passed" for status in (tests, benchmarks)]
     assert f"GPU tests {said[0]}, benchmarks {said[1]}" in made.stdout
+
+
+def test_every_file_can_be_collected():
+    """A name that has moved would be noticed on a GPU machine only."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    options = ["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", *map(str, FILES)]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert all(path.name in ran.stdout for path in FILES)
