@@ -220,7 +220,7 @@ class Engine:
     listener: Listener | None = None
     retries: int = RETRIES
     jobs: list[Job] = field(default_factory=list, init=False)
-    held_back: dict[Job, OverQuota] = field(default_factory=dict, init=False)  # by their quotas
+    _held_back: dict[Job, OverQuota] = field(default_factory=dict, init=False)  # by their quotas
     flight: Flight | None = field(default=None, init=False)
     steps: int = field(default=0, init=False)  # that were launched
     failures: int = field(default=0, init=False)  # in a row
@@ -294,10 +294,10 @@ class Engine:
         return [(job, job.request) for job in self.jobs if job.request is not None]
 
     @property
-    def waiting(self) -> list[Job]:
+    def _waiting(self) -> list[Job]:
         """Without those whose quota was full when they were tried."""
         found = [job for job in self.jobs if job.request is None and not job.is_over]
-        return [job for job in found if job not in self.held_back]
+        return [job for job in found if job not in self._held_back]
 
     @property
     def _overlaps(self) -> bool:
@@ -373,7 +373,7 @@ class Engine:
         """Waiting jobs get a slot and blocks, as long as one block is left for each job that runs:
         it may need one soon. One whose salt has a full quota waits for that salt alone: others pass
         it."""
-        self.held_back.clear()
+        self._held_back.clear()
         while (job := self._next_waiting()) is not None:
             assert job.prompt is not None
             stats, running = self.manager.stats(), len(self.running)
@@ -386,7 +386,7 @@ class Engine:
                 if error.never:  # waiting does not help
                     job.error = error
                 elif isinstance(error, OverQuota):
-                    self.held_back[job] = error
+                    self._held_back[job] = error
                 else:
                     return
                 continue
@@ -401,7 +401,7 @@ class Engine:
     def _next_waiting(self) -> Job | None:
         """The next of the waiting jobs whose prompts have arrived from tiers as far as they
         will."""
-        waiting = self.waiting
+        waiting = self._waiting
         if self.manager.tiers:
             waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
         return (self.order or self._oldest_or_cached)(waiting)
@@ -543,7 +543,7 @@ class Engine:
     def make_room(self, error: OutOfBlocks) -> None:
         """Takes memory from the youngest job whose memory helps. A job that is alone and has not
         enough never will."""
-        running, requests = self.competing(error)
+        running, requests = self._competing(error)
         helping = [each for each in running if self.manager.released_blocks(each[1])] or running
         job = helping[-1][0]
         if len(running) == 1 and (error.never or requests == 1):
@@ -551,7 +551,7 @@ class Engine:
         job.preemptions += 1
         self.leave(job)
 
-    def competing(self, error: OutOfBlocks) -> tuple[list[tuple[Job, Request]], int]:
+    def _competing(self, error: OutOfBlocks) -> tuple[list[tuple[Job, Request]], int]:
         """The running jobs whose memory can help, and how many requests the manager has of that
         kind: of the salt whose quota is full, or all."""
         if not isinstance(error, OverQuota):

@@ -69,7 +69,7 @@ class Scheduler(Engine):
         return sorted(found, key=lambda each: self.rank(each[0]))
 
     def _next_waiting(self) -> Job | None:
-        waiting = sorted(self.waiting, key=self.rank)
+        waiting = sorted(self._waiting, key=self.rank)
         if self.handovers is not None:
             waiting = [job for job in waiting if not self.handovers.expects(job)]
         if self.manager.tiers:
@@ -95,7 +95,7 @@ class Scheduler(Engine):
                 if each.request is None and each.data.number < job.data.number:
                     each.data.passed += 1
         if self.flight is None and not admitted:
-            for waiting in (self._next_waiting(), *self.held_back):
+            for waiting in (self._next_waiting(), *self._held_back):
                 if waiting is not None:
                     self.displace(waiting)
 
@@ -121,8 +121,8 @@ class Scheduler(Engine):
     def displace(self, waiting: Job) -> None:
         """One running job of lower priority gives its memory back: of the same salt, if its quota
         is what is full."""
-        error = self.held_back.get(waiting)
-        running = self.running if error is None else self.competing(error)[0]
+        error = self._held_back.get(waiting)
+        running = self.running if error is None else self._competing(error)[0]
         lower = [
             job
             for job, _ in running
@@ -134,7 +134,7 @@ class Scheduler(Engine):
     def make_room(self, error: OutOfBlocks) -> None:
         if error.pinned and self.unpin_for(error):
             return
-        running, requests = self.competing(error)
+        running, requests = self._competing(error)
         helping = [job for job, request in running if self.manager.released_blocks(request)]
         job = self.victim(helping or [job for job, _ in running])
         if len(running) == 1 and (error.never or requests == 1):
