@@ -157,10 +157,17 @@ def deploy(
     compare: bool = True,
 ) -> Deployment:
     """How many requests of each context these GPUs hold at once; with `compare` in other layouts
-    too. Raises InvalidInput."""
+    too. Of several contexts those are left out that are longer than the model's. Raises
+    InvalidInput."""
     load = load or Load()
     check_layout(layout, model, weights.shapes)
-    asked = [c for c in contexts if c <= model.max_context] or [model.max_context]
+    asked = [c for c in contexts if c <= model.max_context]
+    if not asked and len(contexts) == 1:
+        raise InvalidInput(
+            f"a context of {contexts[0]:,} tokens is past the {model.max_context:,} that a request "
+            f"of {model.name} may have: ask for less"
+        )
+    asked = asked or [model.max_context]
     job = _Job(model, gpus, weights, make_schema, asked, load)
     chosen = job.fit(layout)
     others = tuple(job.try_fit(each) for each in other_layouts(layout) if compare)

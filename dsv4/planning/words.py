@@ -25,7 +25,11 @@ def answer(found: Deployment, gpus: Gpus) -> str:
     room = f"there is room for {first.requests:,}" if first.requests else "not one fits"
     rank = found.chosen.rank
     if rank is not None and rank.left <= 0:
-        share, whole = (format_like(each, gpus.unit) for each in (rank.weights, rank.memory))
+        share, extra, whole = (
+            format_like(each, gpus.unit) for each in (rank.weights, rank.activations, rank.memory)
+        )
+        if rank.activations:
+            share += f", and {extra} of activations"
         room = f"of {weights} of weights each GPU has to hold {share}, and has {whole}"
     advice = "no number of this GPU would"
     if found.needed_gpus is not None and found.needed_gpus > found.count:
