@@ -347,7 +347,7 @@ class Engine:
             self.leave(job)
             self._report(job)
             self.jobs.remove(job)
-            self._tell(job, [])
+            self._report_tokens(job, [])
         return bool(over)
 
     def leave(self, job: Job) -> None:
@@ -627,9 +627,9 @@ class Engine:
         """Calls the job's `on_tokens` with what it was not given yet, if there is something."""
         if new := job.tokens[job.prompt_tokens + job.reported :]:
             job.reported += len(new)
-            self._tell(job, new)
+            self._report_tokens(job, new)
 
-    def _tell(self, job: Job, new: list[int]) -> None:
+    def _report_tokens(self, job: Job, new: list[int]) -> None:
         if job.on_tokens is None:
             return
         try:

@@ -276,7 +276,7 @@ class Fetches:
         row, fetch.state.row = fetch.state.row, None
         return row
 
-    def let_go(self, fetch: Fetch) -> None:
+    def release(self, fetch: Fetch) -> None:
         """Ends it, and releases a state that arrived but was not taken."""
         self.cancel(fetch)
         row = self.take_state(fetch)

@@ -203,7 +203,7 @@ class Engine:
         # of the stream that steps, or is about to
         self._leading = threading.Lock()
         self._bells: deque[threading.Lock] = deque()  # of the streams that wait for it
-        weakref.finalize(self, _let_go, forward, self._core.jobs)
+        weakref.finalize(self, _release_rows, forward, self._core.jobs)
         with self._turn:
             forward.caches.engines.add(self)
 
@@ -403,7 +403,7 @@ class Engine:
             raise InvalidInput("the job is another engine's: use the one it was submitted to")
 
 
-def _let_go(forward: FastForward, jobs: list[Job]) -> None:
+def _release_rows(forward: FastForward, jobs: list[Job]) -> None:
     """The engine was collected, and its jobs can no longer run."""
     manager = forward.step.manager
     for job in jobs:
