@@ -336,6 +336,7 @@ class Tiers:
             bytes_copied=offload.copied_bytes,
             bytes_fetched=route.bytes,
             tokens_fetched=fetches.tokens,
+            tokens_by_tier=dict(fetches.tokens_by_tier),
             fetches=fetches.started,
             fetches_cancelled=fetches.cancelled,
             fetches_open=len(route.open),
