@@ -77,6 +77,14 @@ def serve_command(
             "share a salt can find out each other's prompts with that.",
         ),
     ] = False,
+    quotas: Annotated[
+        bool,
+        typer.Option(
+            "--quotas",
+            help="Let clients see and set how many bytes each salt may have (/api/quota): where "
+            "the API key is the operator's.",
+        ),
+    ] = False,
     context: Annotated[
         Text, typer.Option(help="Most tokens of a request. [default: the model's]")
     ] = None,
@@ -147,6 +155,7 @@ def serve_command(
             encrypt=encrypt,
             events=_events(events, events_replay, events_topic),
             explain=explain,
+            quotas=quotas,
             disk=disk,
             disk_bytes=parse_bytes(disk_size),
             api_key=api_key,
