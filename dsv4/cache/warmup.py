@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from dsv4.ops.calls import (
     Following,
     KeyProjection,
     LayerWeights,
+    Which,
 )
 
 # Launchers choose by the number of tokens, and their choice changes at small numbers and near
@@ -128,7 +129,9 @@ class Warmup:
             if entries is not None and entries.page.apart:
                 for requests in _around_powers(self._buffers.max_requests):
                     batch = self._buffers.on_device["batch"][:requests]
-                    self._backend.stage(lane.staging_of(batch, entries.source))
+                    for which in get_args(Which):
+                        call = lane.chunks.staging_of(handle.layer, 0, batch, which)
+                        self._backend.stage(call)
 
     def _step(self, layer: int, *, tokens: int, most_tokens: int) -> None:
         batch = self._batch(tokens, most_tokens)
@@ -280,7 +283,7 @@ class Warmup:
         )
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return stand_in(self._memory.slot_arena.bytes, shape, dtype)
+        return phantom_tensor(self._memory.slot_arena.bytes, shape, dtype)
 
 
 def _sort(handle: LayerCacheHandle) -> Hashable:
@@ -325,7 +328,7 @@ class _Claim:
         }
 
 
-def stand_in(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def phantom_tensor(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of any size that begins where `memory` does and allocates nothing.
     It must not be read or written: what follows `memory` is not its own."""
     form = f"<i{dtype.itemsize}"
@@ -348,14 +351,14 @@ def progress_bar(shown: bool | None) -> Iterator[Callable[[int, int], None]]:
     visible = sys.stderr.isatty() if shown is None else shown
     begin = time.monotonic()
 
-    def tell(ready: int, of: int) -> None:
+    def report(ready: int, of: int) -> None:
         if visible:
             done = BAR_WIDTH * ready // max(of, 1)
             bar = "█" * done + "·" * (BAR_WIDTH - done)
             seconds = time.monotonic() - begin
             print(f"\rkernels {bar} {ready}/{of} {seconds:.0f} s", end="", file=sys.stderr)
 
-    yield tell
+    yield report
     if visible:
         print(file=sys.stderr)
 
