@@ -26,7 +26,7 @@ from dsv4.tiers.record import Kind, seal
 from tests.cache.test_residency import BLOCKS, IDS, TINY
 from tests.support.attending_model import AttendingModel
 from tests.support.faults import DeviceFault, Interrupts
-from tests.support.tiers import chain, label
+from tests.support.tiers import chain, label, until
 
 WIDTH, STAYS, TIMEOUT_S = 4096, 3000, 120.0
 # without draft layers, whose windows no snapshot has
@@ -115,6 +115,29 @@ def test_what_comes_back_of_an_evicted_block_is_only_what_stays_on_the_device():
 def snapshot_bytes(manager: KVCacheManager) -> int:
     assert manager.prefix
     return manager.prefix.pool.layout.row_bytes
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_prompts_that_begin_alike_are_fetched_at_once(first: int):
+    """Of the second, blocks that the first has already do not count twice; nobody waits or
+    fails."""
+    manager, tier = with_host()
+    request = manager.admit_request(IDS[:700])
+    run(manager, request, 700)
+    manager.release_request(request)
+    assert manager.tiers.drain(TIMEOUT_S)
+    manager.evict()
+    fetches = [manager.tiers.fetch(IDS[:count]) for count in (700, 400, 700)]
+    until(lambda: {each.poll() for each in fetches[first:] + fetches[:first]} == {True})
+    manager.check_invariants()
+    assert manager.stats().blocks_in_flight == 0
+    hosts = rows_of(manager)
+    assert hosts.total - hosts.free == 5  # one row each
+    back = manager.admit_request(IDS[:700])
+    assert back.reused_tokens == 640
+    start = back.length
+    assert torch.equal(torch.cat(run(manager, back, 700)), expected(start, 700))
+    assert len(tier._rows) > 5
 
 
 def test_what_is_computed_again_is_kept_once():
@@ -397,8 +420,7 @@ class Books:
         self.held.append(row)
         loan: Loan | None = row.loan
         assert loan is not None
-        if block not in self.block_of and not loan.is_needed:
-            self.hosts.take_over(block, loan)
+        if block not in self.block_of and self.hosts.take_over(block, loan):
             self.block_of[block] = self.labels.index(wanted)
 
     def quiet(self) -> None:
