@@ -5,11 +5,10 @@
     python -m benchmarks.serve --table                         # what docs/serve.md has
 
 In one run, with the demo model, which both sides read: `dsv4 serve` and `transformers serve` with
-several clients, the engine and transformers' `generate` one question after another, and what a step
-costs while a page watches `/cache/events`. Servers are processes of their own on the same CPU as
-the clients, with one thread for torch. All get the same questions, which are shorter than a block,
-so nothing of them is reused. Tokens are counted by the model's tokenizer. Appends to
-benchmarks/results/serve.jsonl.
+several clients, the engine and transformers' `generate` one question after another. Servers are
+processes of their own on the same CPU as the clients, with one thread for torch. All get the same
+questions, which are shorter than a block, so nothing of them is reused. Tokens are counted by the
+model's tokenizer. Appends to benchmarks/results/serve.jsonl.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +48,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "serve.jsonl"
 MODEL = Path(str(files("dsv4") / "data" / "demo_model"))
 DSV4, TRANSFORMERS = "`dsv4 serve`", "`transformers serve`"
 ENGINE, GENERATE = "`dsv4.engine`, one after another", "`generate`, one after another"
-WATCHED = "watched"
+WATCHED = "watched"  # in old results; `benchmarks.serve_watch` measures it now
 MOST_TOKENS = 96
 ALONE = 16  # questions of a run without clients, and the fewest of one with them
 IDLE_LOAD = 0.3  # of other processes, above which a machine is called busy
@@ -207,74 +205,6 @@ def with_generate(demo: Checkpoint) -> dict[str, Any]:
     return totals(demo, questions, texts, time.perf_counter() - begun)
 
 
-def watching(rounds: int = 25, steps_s: float = 1.0) -> dict[str, Any]:
-    """Processor time of the server a step, while eight requests decode: with one page that watches
-    and without, in turns, so that both see the same machine."""
-    with dsv4_server(8) as (url, model, pid), httpx.Client(base_url=url, timeout=600) as client:
-        found: dict[bool, list[float]] = {False: [], True: []}
-        stop = threading.Event()
-
-        def talk(nth: int) -> None:
-            while not stop.is_set():
-                body = {"model": model, "prompt": f"{nth} x" * 40, "max_tokens": 1500}
-                try:
-                    with client.stream(
-                        "POST", "/v1/completions", json=body | {"ignore_eos": True, "stream": True}
-                    ) as answer:
-                        for _ in answer.iter_lines():
-                            if stop.is_set():
-                                return
-                except httpx.TransportError:
-                    return
-
-        talkers = [threading.Thread(target=talk, args=(nth,)) for nth in range(8)]
-        for talker in talkers:
-            talker.start()
-        time.sleep(2 * steps_s)
-        for nth in range(2 * rounds):
-            if nth % 2:
-                enough = threading.Event()
-                reader = threading.Thread(target=watch, args=(url, enough))
-                reader.start()
-                found[True].append(a_step(client, pid, steps_s))
-                enough.set()
-                reader.join()
-            else:
-                found[False].append(a_step(client, pid, steps_s))
-        stop.set()
-        for talker in talkers:
-            talker.join()
-    longer = [b / a - 1 for a, b in zip(found[False], found[True], strict=True)]
-    return {
-        "step_us": round(1e6 * statistics.mean(found[False]), 1),
-        "watched_step_us": round(1e6 * statistics.mean(found[True]), 1),
-        "longer_percent": round(100 * statistics.mean(longer), 2),
-        "error_percent": round(100 * statistics.stdev(longer) / rounds**0.5, 2),
-    }
-
-
-def watch(url: str, enough: threading.Event) -> None:
-    """Reads events until it is enough; one comes at least each second."""
-    with httpx.stream("GET", f"{url}/cache/events", timeout=60) as events:
-        for _ in events.iter_raw():
-            if enough.is_set():
-                return
-
-
-def a_step(client: httpx.Client, pid: int, seconds: float) -> float:
-    """Processor time of the server for one step, over some seconds."""
-
-    def both() -> tuple[float, int]:
-        steps = client.get("/cache/state").json()["step"]
-        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"), steps
-
-    cpu, steps = both()
-    time.sleep(seconds)
-    later_cpu, later_steps = both()
-    return (later_cpu - cpu) / (later_steps - steps)
-
-
 # ---- the record ----------------------------------------------------------------------------------
 
 
@@ -298,7 +228,6 @@ def measured(clients: Sequence[int]) -> Iterator[dict[str, Any]]:
                     for system, (url, model) in servers.items()
                 }
             )
-    yield {"system": WATCHED, **watching()}
 
 
 def in_turns(runs: Mapping[tuple[str, int], Callable[[], dict[str, Any]]]) -> Iterator[Any]:
@@ -348,19 +277,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def paragraph(rows: Sequence[dict[str, Any]]) -> str:
-    """Where the newest run was, and what a watching page cost, for docs/serve.md."""
-    run, (watched, *_) = rows[-1]["run"], [row for row in rows[::-1] if row["system"] == WATCHED]
+def where(run: dict[str, Any]) -> str:
+    """When a run was, and on which machine, for docs/serve.md."""
     load = run["load_before"]
     busy = f"busy with other work (load {load:g} before the run)" if load > IDLE_LOAD else "idle"
     versions = ", ".join(f"{name} {found}" for name, found in run["versions"].items())
     return (
         f"Measured {run['date']} at commit {run['commit']} on {run['cores']} cores "
-        f"({run['processor']}), {busy}; {versions}. A step of eight requests took "
-        f"{watched['step_us']:,.0f} µs of processor time, and with a page that watched "
-        f"{watched['watched_step_us']:,.0f} µs ({watched['longer_percent']:+.1f} %, "
-        f"with a standard error of {watched['error_percent']:.1f}).\n"
+        f"({run['processor']}), {busy}; {versions}."
     )
+
+
+def paragraph(rows: Sequence[dict[str, Any]]) -> str:
+    """Where the newest run was, for docs/serve.md."""
+    return f"{where(rows[-1]['run'])}\n"
 
 
 def read() -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from dsv4.cli import app as command  # noqa: E402
 from tools import planner_page  # noqa: E402
 
 project = "dsv4"
-author = "the dsv4 authors"
+author = copyright = "the dsv4 authors"
 release = version = __version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]

@@ -31,8 +31,15 @@ from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.trail import TokenIds, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, PlanOptions
-from dsv4.cache.requests import Request
-from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError, require_count
+from dsv4.cache.requests import Request, root_of
+from dsv4.errors import (
+    ContextOverflow,
+    InvalidInput,
+    OutOfBlocks,
+    OverQuota,
+    RequestError,
+    require_count,
+)
 
 if TYPE_CHECKING:
     from dsv4.cache.transfers.fetch import Fetch
@@ -213,6 +220,7 @@ class Engine:
     listener: Listener | None = None
     retries: int = RETRIES
     jobs: list[Job] = field(default_factory=list, init=False)
+    _held_back: dict[Job, OverQuota] = field(default_factory=dict, init=False)  # by their quotas
     flight: Flight | None = field(default=None, init=False)
     steps: int = field(default=0, init=False)  # that were launched
     failures: int = field(default=0, init=False)  # in a row
@@ -286,6 +294,12 @@ class Engine:
         return [(job, job.request) for job in self.jobs if job.request is not None]
 
     @property
+    def _waiting(self) -> list[Job]:
+        """Without those whose quota was full when they were tried."""
+        found = [job for job in self.jobs if job.request is None and not job.is_over]
+        return [job for job in found if job not in self._held_back]
+
+    @property
     def _overlaps(self) -> bool:
         """Whether a step is launched before the results of the previous one are known."""
         return self.manager.schema.steps_ahead > 0
@@ -333,7 +347,7 @@ class Engine:
             self.leave(job)
             self._report(job)
             self.jobs.remove(job)
-            self._tell(job, [])
+            self._report_tokens(job, [])
         return bool(over)
 
     def leave(self, job: Job) -> None:
@@ -357,7 +371,9 @@ class Engine:
 
     def admit(self) -> None:
         """Waiting jobs get a slot and blocks, as long as one block is left for each job that runs:
-        it may need one soon."""
+        it may need one soon. One whose salt has a full quota waits for that salt alone: others pass
+        it."""
+        self._held_back.clear()
         while (job := self._next_waiting()) is not None:
             assert job.prompt is not None
             stats, running = self.manager.stats(), len(self.running)
@@ -369,8 +385,11 @@ class Engine:
             except OutOfBlocks as error:
                 if error.never:  # waiting does not help
                     job.error = error
-                    continue
-                return
+                elif isinstance(error, OverQuota):
+                    self._held_back[job] = error
+                else:
+                    return
+                continue
             if len(job.tokens) == job.prompt_tokens:
                 job.tokens_skipped = request.length
 
@@ -382,7 +401,7 @@ class Engine:
     def _next_waiting(self) -> Job | None:
         """The next of the waiting jobs whose prompts have arrived from tiers as far as they
         will."""
-        waiting = [job for job in self.jobs if job.request is None and not job.is_over]
+        waiting = self._waiting
         if self.manager.tiers:
             waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
         return (self.order or self._oldest_or_cached)(waiting)
@@ -524,13 +543,23 @@ class Engine:
     def make_room(self, error: OutOfBlocks) -> None:
         """Takes memory from the youngest job whose memory helps. A job that is alone and has not
         enough never will."""
-        manager, running = self.manager, self.running
-        helping = [each for each in running if manager.released_blocks(each[1])] or running
+        running, requests = self._competing(error)
+        helping = [each for each in running if self.manager.released_blocks(each[1])] or running
         job = helping[-1][0]
-        if len(running) == 1 and (error.never or len(manager.requests) == 1):
+        if len(running) == 1 and (error.never or requests == 1):
             job.error = error
         job.preemptions += 1
         self.leave(job)
+
+    def _competing(self, error: OutOfBlocks) -> tuple[list[tuple[Job, Request]], int]:
+        """The running jobs whose memory can help, and how many requests the manager has of that
+        kind: of the salt whose quota is full, or all."""
+        if not isinstance(error, OverQuota):
+            return self.running, len(self.manager.requests)
+        root = error.root
+        requests = [each for each in self.manager.requests if root_of(each) == root]
+        own = [each for each in self.running if root_of(each[1]) == root]
+        return own or self.running, len(requests)
 
     def _inputs(self, plan: ForwardPlan, shares: Sequence[Share]) -> Tensor:
         """The ids of a step, on the device: only there drafts and the newest tokens are known."""
@@ -598,9 +627,9 @@ class Engine:
         """Calls the job's `on_tokens` with what it was not given yet, if there is something."""
         if new := job.tokens[job.prompt_tokens + job.reported :]:
             job.reported += len(new)
-            self._tell(job, new)
+            self._report_tokens(job, new)
 
-    def _tell(self, job: Job, new: list[int]) -> None:
+    def _report_tokens(self, job: Job, new: list[int]) -> None:
         if job.on_tokens is None:
             return
         try:

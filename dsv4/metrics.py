@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from dsv4.cache.quotas import Quotas
 from dsv4.extras import needed_by
 
 if TYPE_CHECKING:
     from dsv4.cache.manager import KVCacheManager
-    from dsv4.cache.stats import HandoffStats, PrefixStats, TransferStats
+    from dsv4.cache.stats import HandoffStats, Histogram, PrefixStats, TransferStats
     from dsv4.tiers.tier import TierStats
 
 
@@ -59,6 +61,7 @@ class ManagerCollector:
         )
         if stats.prefix is not None:
             yield from _prefix_families(stats.prefix)
+            yield _quota_family(self._manager)
         if stats.transfers is not None:
             yield from _transfer_families(stats.transfers, stats.tiers)
         if stats.handoff is not None:
@@ -104,6 +107,30 @@ def _prefix_families(prefix: PrefixStats) -> Iterator[Any]:
         },
     )
 
+    for name, text, found in (
+        ("lifetime", "Of evicted blocks: how long they were cached.", prefix.block_lifetime_s),
+        ("idle_before_evict", "Of evicted blocks: how long none used them.", prefix.block_idle_s),
+        ("reuse_gap", "Of blocks that were found: since when they were not.", prefix.block_gap_s),
+    ):
+        yield _histogram(f"dsv4_kv_block_{name}_seconds", text, found)
+
+
+def _quota_family(manager: KVCacheManager) -> Any:
+    """Of salts with a quota, where they have one. Prompts without a salt have an empty label."""
+    family = _classes()[1](
+        "dsv4_quota_bytes",
+        "What salts with a quota have in each place, and the most that they may have.",
+        labels=["salt", "place", "what"],
+    )
+    for use in Quotas(manager).all():
+        salt = "" if use.salt is None else use.salt or '""'
+        for place in ("device", "host", "disk"):
+            used, most = (getattr(each, f"{place}_bytes") for each in (use, use.quota))
+            for what, value in (("used", used), ("limit", most)):
+                if value is not None and most is not None:
+                    family.add_metric([salt, place, what], value)
+    return family
+
 
 def _transfer_families(transfers: TransferStats, tiers: Sequence[TierStats]) -> Iterator[Any]:
     yield _counter(
@@ -123,6 +150,12 @@ def _transfer_families(transfers: TransferStats, tiers: Sequence[TierStats]) -> 
         "Bytes from the device to the host and back.",
         "what",
         {"copied": transfers.bytes_copied, "fetched": transfers.bytes_fetched},
+    )
+    yield _counter(
+        "dsv4_transfer_tokens",
+        "Tokens whose blocks came from a tier.",
+        "tier",
+        transfers.tokens_by_tier,
     )
     yield _counter(
         "dsv4_transfer_requests",
@@ -225,6 +258,16 @@ def _classes() -> tuple[Any, Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     return CounterMetricFamily, GaugeMetricFamily
+
+
+def _histogram(name: str, text: str, found: Histogram) -> Any:
+    from prometheus_client.core import HistogramMetricFamily
+
+    bounds = [*(f"{bound:g}" for bound in found.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+    family = HistogramMetricFamily(name, text)
+    family.add_metric([], buckets=buckets, sum_value=found.total)
+    return family
 
 
 def _gauge(name: str, text: str, label: str | None, values: dict[str, int] | int) -> Any:

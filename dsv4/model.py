@@ -263,7 +263,7 @@ def preset_name(name: str) -> str | None:
     """The key in PRESETS that a name means, however it is written."""
     if name in PRESETS:
         return name
-    found = name.lower().removeprefix("deepseek-ai/").removeprefix("deepseek-")
+    found = name.lower().replace("_", "-").removeprefix("deepseek-ai/").removeprefix("deepseek-")
     found = found.replace("v4.1", "v41")
     return found if found in PRESETS else None
 
@@ -289,7 +289,8 @@ def read_config(path: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"cannot read {path}: {error.strerror}; presets are {', '.join(sorted(PRESETS))}"
+            f"cannot read {path}: {error.strerror}. Nothing is downloaded: give the path of a "
+            f"config.json, or one of {', '.join(sorted(PRESETS))}"
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error

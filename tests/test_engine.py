@@ -381,3 +381,52 @@ def test_with_tiers_a_preempted_job_goes_on_where_it_was(ahead: int) -> None:
     check(turn)
     assert turn.tokens_skipped >= len(jobs[1].tokens) - 1
     tier.close(5.0)
+
+
+# ---- quotas --------------------------------------------------------------------------------------
+
+
+def limited(blocks: int, **options: Any) -> Engine:
+    engine = made(**options)
+    quota = dsv4.Quota(device_bytes=blocks * engine.manager.schema.block_bytes)
+    dsv4.Quotas(engine.manager).set("a", quota)
+    return engine
+
+
+def test_a_salt_over_its_quota_takes_no_memory_of_others() -> None:
+    """Its job grows above the quota while others run: it ends, and they are left alone."""
+    engine = limited(2)
+    others = [engine.submit(text(100, seed), NEW_TOKENS, salt="b") for seed in (1, 2)]
+    grows = engine.submit(text(250, 3), 20, salt="a")
+    last = engine.submit(text(90, 4), NEW_TOKENS, salt="c")
+    engine.run()
+    assert isinstance(grows.error, dsv4.OverQuota)
+    assert grows.error.salt == "a"
+    for job in (*others, last):
+        assert (job.error, job.preemptions) == (None, 0)
+        assert job.tokens[job.prompt_tokens :] == expected(job.tokens[: job.prompt_tokens])
+
+
+def test_a_job_that_waits_for_its_quota_holds_up_no_other_salt() -> None:
+    engine = limited(3)
+    first = engine.submit(text(300, 1), NEW_TOKENS, salt="a")
+    second = engine.submit(text(300, 2), NEW_TOKENS, salt="a")
+    other = engine.submit(text(300, 3), NEW_TOKENS, salt="b")
+    engine.step()
+    assert (first.request is not None, second.request is None) == (True, True)
+    assert other.request is not None
+    engine.run()
+    for job in (first, second, other):
+        assert job.error is None
+        assert job.tokens[300:] == expected(job.tokens[:300])
+
+
+def test_two_jobs_of_a_full_salt_give_way_to_each_other() -> None:
+    engine = limited(4)
+    jobs = [engine.submit(text(250, seed), 20, salt="a") for seed in (1, 2)]
+    other = engine.submit(text(250, 3), 20, salt="b")
+    engine.run()
+    assert [job.error for job in (*jobs, other)] == [None] * 3
+    assert sum(job.preemptions for job in jobs) > 0
+    assert other.preemptions == 0
+    assert all(job.tokens[250:] == expected(job.tokens[:250], 20) for job in (*jobs, other))

@@ -33,6 +33,8 @@ def families() -> Iterator[Metric]:
         handoff=dsv4.HandoffOptions(name="metrics"),
     )
     try:
+        quota = dsv4.Quota(device_bytes=1 << 20, host_bytes=1 << 20)
+        dsv4.Quotas(manager).set("a tenant", quota)
         yield from ManagerCollector(manager).collect()
         counters = SimpleNamespace(
             **dict.fromkeys(
@@ -67,7 +69,7 @@ def table(found: Iterable[Metric]) -> str:
                 if name != "le":
                     labels.setdefault(name, set()).add(value)
         told = "; ".join(
-            f"`{name}`" + ("" if name == "tier" else ": " + ", ".join(sorted(values)))
+            f"`{name}`" + ("" if name in ("tier", "salt") else ": " + ", ".join(sorted(values)))
             for name, values in sorted(labels.items())
         )
         lines.append(f"| `{exported(family)}` | {family.type} | {told} | {family.documentation} |")

@@ -28,7 +28,7 @@ class NoTiers:
 
     def before_release(self, request: object) -> None: ...
 
-    def let_go(self, item: object) -> bool:
+    def release_deferred(self, item: object) -> bool:
         return False
 
     def end_fetches(self) -> None: ...
@@ -59,7 +59,7 @@ class NoHandoff:
 
     # ---- for the manager -------------------------------------------------------------------------
 
-    def let_go(self, item: object) -> None: ...
+    def release_deferred(self, item: object) -> None: ...
 
     def check_invariants(self) -> None: ...
 

@@ -535,7 +535,7 @@ class Holdings(dict[object, Holding]):
         holding.slot = self._free_slots.pop()
         return holding.landing
 
-    def let_go(self, holder: object) -> None:
+    def release(self, holder: object) -> None:
         """Releases what is held and promised. Nothing may write to the blocks in flight any
         more."""
         holding = self.pop(holder, None)

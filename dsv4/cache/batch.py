@@ -192,8 +192,8 @@ class Batch(Uncopied):
     def __repr__(self) -> str:
         """Its first requests with their tokens; no tensors."""
         kind = "decode" if self.is_decode else "prefill"
-        said = describe_step(self.shape, self.starts.tolist(), self.padded_tokens)
-        return f"Batch({kind}, {'over' if self.done else 'open'}: {said})"
+        shown = describe_step(self.shape, self.starts.tolist(), self.padded_tokens)
+        return f"Batch({kind}, {'over' if self.done else 'open'}: {shown})"
 
     def mark_appended(self, layers: Iterable[int] | None = None) -> None:
         """Something that Python does not see, the replay of a captured graph or a kernel of the

@@ -33,6 +33,9 @@ class CacheOptions(SchemaOptions, ManagerOptions, total=False):
     """All options of `Cache`."""
 
 
+_OWN_OPTIONS = ("memory", "max_requests", "max_context", "context")
+
+
 def Cache(
     model: str | Path | ModelSpec,
     *,
@@ -53,7 +56,7 @@ def Cache(
     as that needs, and with `host_memory` entries may be in host memory. Raises ConfigError,
     SchemaError, PoolTooSmall (with the minimum), InvalidInput.
     """
-    refuse_unknown("Cache", options, CacheOptions.__annotations__)
+    refuse_unknown("Cache", options, (*_OWN_OPTIONS, *CacheOptions.__annotations__))
     schema_options, manager_options = (
         {name: value for name, value in options.items() if name in kind.__annotations__}
         for kind in (SchemaOptions, ManagerOptions)

@@ -300,10 +300,7 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
 
     def guarded(self: B, /, *args: P.args, **options: P.kwargs) -> R:
         if self.thread != threading.get_ident() and self.thread is not None:
-            raise ThreadError(
-                f"{name} came from another thread than the one that acquired this handle: call "
-                f"manager.acquire(layer, batch) in the thread that uses it"
-            )
+            _refuse_thread(name)
         turn = self.turn
         visit: Visit = (sys._getframe(), name, 0, NOTHING_BEGUN)
         if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
@@ -316,6 +313,13 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
 
     functools.update_wrapper(guarded, method)
     return guarded
+
+
+def _refuse_thread(call: str) -> NoReturn:
+    raise ThreadError(
+        f"{call} came from another thread than the one that acquired this handle: call "
+        f"manager.acquire(layer, batch) in the thread that uses it"
+    )
 
 
 class Uncopied:

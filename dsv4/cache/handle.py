@@ -510,10 +510,7 @@ class LayerCacheHandle(Uncopied):
         if self.memory.index_keys is None:
             self.read_indexer_view()
         if not self._has_indexer:
-            raise SchemaMismatch(
-                f"layer {self.layer} has no indexer: it reads what layer "
-                f"{self.schema.spec.selector} selected"
-            )
+            self._refuse_selection()
         batch = self._readable_batch()
         if out is None:
             count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
@@ -581,6 +578,12 @@ class LayerCacheHandle(Uncopied):
             calls.insert(0, prepare)
         return calls
 
+    def _refuse_selection(self) -> NoReturn:
+        raise SchemaMismatch(
+            f"layer {self.layer} has no indexer: it reads what layer {self.schema.spec.selector} "
+            f"selected"
+        )
+
     def _refuse_index_heads(self, heads: int) -> NoReturn:
         raise InvalidInput(
             f"q has {heads} index heads, the model has {self._model.index_heads}: every rank of a "
@@ -642,7 +645,7 @@ class LayerCacheHandle(Uncopied):
         PlanError before `append`, its own or that of the layer whose entries it reads.
         """
         batch = self._readable_batch()
-        if not isinstance(q, Tensor):
+        if not isinstance(q, Tensor) or q.is_nested:
             tensor_checks.is_tensor("q", q)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

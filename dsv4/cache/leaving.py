@@ -50,8 +50,8 @@ class Leaving:
         for _ in range(len(deferred)):
             item, suspend = deferred[0]
             if not isinstance(item, Request):
-                if not tiers.let_go(item):
-                    handoff.let_go(item)
+                if not tiers.release_deferred(item):
+                    handoff.release_deferred(item)
             elif any(item in plan.requests for plan in self._steps.open):
                 deferred.append((item, suspend))
             elif not item.released and self._table.live.get(item.slot) is item:

@@ -80,17 +80,14 @@ class ForwardPlan(Uncopied):
                 for start, unknown in zip(starts, self.unknown_starts, strict=True)
             ]
         padded = sum(batch.padded_tokens for batch in self.batches)
-        said = describe_step(self.shape, starts, padded)
-        return f"ForwardPlan({'over' if self.done else 'open'}: {said})"
+        shown = describe_step(self.shape, starts, padded)
+        return f"ForwardPlan({'over' if self.done else 'open'}: {shown})"
 
     @property
     def batch(self) -> Batch:
         """The only batch. Raises PlanError if there are two (`chunks_apart`)."""
         if len(self.batches) > 1:
-            raise PlanError(
-                "the chunks of this plan are apart: bind the layer to plan.decode and to "
-                "plan.prefill"
-            )
+            _refuse_two_batches()
         return self.batches[0]
 
     @property
@@ -142,6 +139,12 @@ class ForwardPlan(Uncopied):
     def num_tokens(self) -> int:
         """Tokens of all requests, without padding."""
         return self.shape.num_tokens
+
+
+def _refuse_two_batches() -> NoReturn:
+    raise PlanError(
+        "the chunks of this plan are apart: bind the layer to plan.decode and to plan.prefill"
+    )
 
 
 class PlanOptions(TypedDict, total=False):

@@ -44,7 +44,7 @@ class Repeats:
                 forms.append(t if t is None else (t.shape, t.dtype, t.device, t.stride()))
             key = tuple(forms)
             return key, self._known.get(key)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without strides
             return None, None
 
     def make(

@@ -337,6 +337,11 @@ def require_context(schema: CacheSchema, tokens: int) -> int:
     return int(tokens)
 
 
+def root_of(request: Request) -> bytes | None:
+    """What stands for the salt of a request; None if the ids of its tokens are not known."""
+    return None if request.trail is None else request.trail.root
+
+
 class RequestTable:
     """The live requests of one manager: its slots, its blocks, and one column of numbers per slot.
 

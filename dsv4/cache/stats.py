@@ -64,6 +64,16 @@ class PrefixCounters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """How many values there were up to each of the `bounds` and above the one before it, in
+    `counts`, whose last one is of those above all bounds; `total` is their sum."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStats(PrefixCounters):
     """The prefix cache: its counters, and what it keeps now.
 
@@ -71,7 +81,11 @@ class PrefixStats(PrefixCounters):
     `tokens_skipped` had not to be run, and `tokens_shared` are in blocks that existed.
     `block_evictions` and `snapshot_evictions` count what went for want of memory. `blocks_indexed`
     can be found; of `snapshots_total` rows `snapshots_used` are taken, of `snapshot_bytes` each.
-    `cached_bytes_by_kind` splits the blocks that no request holds by what is in them."""
+    `cached_bytes_by_kind` splits the blocks that no request holds by what is in them.
+
+    Of blocks that were evicted, `block_lifetime_s` says how many seconds they were cached, and
+    `block_idle_s` for how many no request had used them; of blocks that an admission found,
+    `block_gap_s` says how many had passed since the admission before."""
 
     block_evictions: int
     snapshot_evictions: int
@@ -79,6 +93,9 @@ class PrefixStats(PrefixCounters):
     snapshots_total: int
     snapshots_used: int
     snapshot_bytes: int
+    block_lifetime_s: Histogram
+    block_idle_s: Histogram
+    block_gap_s: Histogram
     cached_bytes_by_kind: dict[str, int]
 
 
@@ -97,6 +114,7 @@ class TransferStats:
     bytes_copied: int
     bytes_fetched: int
     tokens_fetched: int
+    tokens_by_tier: dict[str, int]  # of these, by the tier that had them
     fetches: int
     fetches_cancelled: int
     fetches_open: int

@@ -65,6 +65,8 @@ class TensorChecks:
     def _fits(self, tensor: Tensor, shape: Shape, dtype: str) -> bool:
         return (
             isinstance(tensor, Tensor)
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
             and (tensor.shape == shape or _matches(tensor.shape, shape))
             and tensor.dtype == getattr(torch, dtype)
             and tensor.device == self._device
@@ -154,3 +156,6 @@ def layer_weights(weights: object) -> None:
 def is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{name} is {type(value).__name__}, must be a tensor")
+    if value.layout is not torch.strided or value.is_nested:  # it has no strides
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise InvalidInput(f"{name} is a tensor of layout {kind}, must be a dense one")

@@ -280,7 +280,7 @@ class Warmup:
         )
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return stand_in(self._memory.slot_arena.bytes, shape, dtype)
+        return phantom_tensor(self._memory.slot_arena.bytes, shape, dtype)
 
 
 def _sort(handle: LayerCacheHandle) -> Hashable:
@@ -325,7 +325,7 @@ class _Claim:
         }
 
 
-def stand_in(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def phantom_tensor(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of any size that begins where `memory` does and allocates nothing.
     It must not be read or written: what follows `memory` is not its own."""
     form = f"<i{dtype.itemsize}"
@@ -348,14 +348,14 @@ def progress_bar(shown: bool | None) -> Iterator[Callable[[int, int], None]]:
     visible = sys.stderr.isatty() if shown is None else shown
     begin = time.monotonic()
 
-    def tell(ready: int, of: int) -> None:
+    def report(ready: int, of: int) -> None:
         if visible:
             done = BAR_WIDTH * ready // max(of, 1)
             bar = "█" * done + "·" * (BAR_WIDTH - done)
             seconds = time.monotonic() - begin
             print(f"\rkernels {bar} {ready}/{of} {seconds:.0f} s", end="", file=sys.stderr)
 
-    yield tell
+    yield report
     if visible:
         print(file=sys.stderr)
 

@@ -10,6 +10,7 @@ import typer
 from dsv4 import __version__
 from dsv4.cli.bench import bench_command
 from dsv4.cli.demo import demo_command
+from dsv4.cli.explain import explain_command
 from dsv4.cli.plan import plan_command
 from dsv4.cli.serve import serve_command
 from dsv4.cli.simulate import simulate_command
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command("bench")(bench_command)
 app.command("demo")(demo_command)
+app.command("explain")(explain_command)
 app.command("plan")(plan_command)
 app.command("serve")(serve_command)
 app.command("simulate")(simulate_command)

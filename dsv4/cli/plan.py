@@ -198,7 +198,7 @@ def plan_command(
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="Host memory for entries that leave the device: 256GB; with --memory.",
+            help="Host memory for entries that leave the device: 256GB; with --memory or --gpus.",
             rich_help_panel=BELOW,
         ),
     ] = None,
@@ -293,7 +293,7 @@ def plan_command(
                     disk=tier,
                 ),
             )
-            report(deployed, written, as_json=as_json)
+            report(deployed, written, as_json=as_json, disk=tier)
             raise typer.Exit(0 if deployed.fits else DOES_NOT_FIT)
         schema = CacheSchema.build(ModelSpec.load(model), **shape)
         other_bytes = None
@@ -352,7 +352,7 @@ def plan_command(
             if apart is not None:
                 print_residency(apart, memory)
             if below is not None:
-                print_tier(below)
+                print_tier(below, tier)
             if across is not None:
                 print_link(across)
         if found.fits is False and apart is None:

@@ -34,15 +34,15 @@ def load_of(
     )
 
 
-def report(found: Deployment, gpus: Gpus, *, as_json: bool) -> None:
-    """Prints it, or one JSON object with its answer."""
+def report(found: Deployment, gpus: Gpus, *, as_json: bool, disk: str | None = None) -> None:
+    """Prints it, or one JSON object with its answer. `disk` as it was written."""
     if as_json:
         typer.echo(json.dumps({"answer": answer(found, gpus), **found.to_dict()}, indent=2))
     else:
-        print_deployment(found, gpus)
+        print_deployment(found, gpus, disk)
 
 
-def print_deployment(found: Deployment, gpus: Gpus) -> None:
+def print_deployment(found: Deployment, gpus: Gpus, disk: str | None = None) -> None:
     """The answer, a GPU's memory, requests next to those of other caches, other layouts."""
     console = Console()
     console.print(Text(answer(found, gpus), style="bold"), soft_wrap=True)
@@ -51,7 +51,7 @@ def print_deployment(found: Deployment, gpus: Gpus) -> None:
     _print_requests(console, found)
     _print_layouts(console, found)
     if found.tier is not None:
-        print_tier(found.tier)
+        print_tier(found.tier, disk)
     for note in notes(found):
         console.print(Text(note, style="dim"), soft_wrap=True)
 

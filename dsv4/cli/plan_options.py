@@ -56,6 +56,8 @@ def check_partners(names: Collection[str]) -> None:
             needed = " or ".join(map(_option, partners))
             raise InvalidInput(f"{_option(name)} has no meaning without {needed}: give that too")
     if "gpus" in names:
+        if "requests" in names and "context" not in names:
+            raise InvalidInput("--requests with --gpus are of one length: give --context too")
         for name in NOT_WITH_GPUS:
             if name in names:
                 raise InvalidInput(

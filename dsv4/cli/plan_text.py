@@ -49,8 +49,8 @@ def print_plan(
         typer.echo(f"\n{text}")
 
 
-def print_tier(below: TierSizing) -> None:
-    """What a tier keeps, as a table and a sentence."""
+def print_tier(below: TierSizing, written: str | None = None) -> None:
+    """What a tier keeps, as a table and a sentence, in the unit of `written`."""
     console = Console()
     table = table_of("record in a tier", "bytes", "")
     table.add_row("block", *bytes_of(below.block_record_bytes))
@@ -60,7 +60,7 @@ def print_tier(below: TierSizing) -> None:
     if below.snapshot_period_tokens:
         how = f"with a snapshot every {below.snapshot_period_tokens:,}"
     answer = (
-        f"A tier of {format_bytes(below.tier_bytes)} keeps {below.tokens:,} tokens {how}: "
+        f"A tier of {format_like(below.tier_bytes, written)} keeps {below.tokens:,} tokens {how}: "
         f"{below.bytes_per_token:,.2f} bytes per token."
     )
     console.print(Text(answer, style="bold"), soft_wrap=True)

@@ -77,6 +77,14 @@ def serve_command(
             "share a salt can find out each other's prompts with that.",
         ),
     ] = False,
+    quotas: Annotated[
+        bool,
+        typer.Option(
+            "--quotas",
+            help="Let clients see and set how many bytes each salt may have (/api/quota): where "
+            "the API key is the operator's.",
+        ),
+    ] = False,
     context: Annotated[
         Text, typer.Option(help="Most tokens of a request. [default: the model's]")
     ] = None,
@@ -147,6 +155,7 @@ def serve_command(
             encrypt=encrypt,
             events=_events(events, events_replay, events_topic),
             explain=explain,
+            quotas=quotas,
             disk=disk,
             disk_bytes=parse_bytes(disk_size),
             api_key=api_key,
@@ -188,6 +197,10 @@ def _serve_here(
     from dsv4.serve.app import make_state
     from dsv4.serve.load import load_model
 
+    if model is None:
+        import torch
+
+        torch.set_num_threads(1)  # the demo's tensors are small: threads would wait for each other
     listener = process.listen(host, port)
     state = make_state(load_model(model), options)
 
@@ -244,7 +257,7 @@ def _events(endpoint: Text, replay: Text, topic: str) -> EventOptions | None:
 
 def _announce(url: str, name: str, *, key: bool) -> None:
     body = {"model": name, "messages": [{"role": "user", "content": "What is an entry?"}]}
-    sent = f"-d '{json.dumps(body | {'max_tokens': 64})}'"
+    sent = f"-d '{json.dumps(body | {'max_tokens': 64, 'temperature': 0})}'"
     auth = ' -H "Authorization: Bearer $DSV4_API_KEY"' if key else ""
     typer.echo(f"{name} at {url}")
     typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} {sent}")

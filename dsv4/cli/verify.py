@@ -86,10 +86,11 @@ def sentence(reports: Sequence[ArrayReport]) -> str:
 def _device(backend: BackendChoice) -> str:
     """A GPU for Triton where there is one; else Triton's interpreter, which must be chosen before
     the kernels are imported."""
-    if backend is BackendChoice.REFERENCE:
-        return "cpu"
     import torch
 
+    if backend is BackendChoice.REFERENCE:
+        torch.set_num_threads(1)  # the tensors are small: threads would wait for each other
+        return "cpu"
     if torch.cuda.is_available():
         return "cuda"
     os.environ["TRITON_INTERPRET"] = "1"

@@ -77,7 +77,7 @@ def _select_piece(
     tokens, out = call.tokens[piece], call.out[piece]
     bounds = None if candidates is None or candidates.publish else candidates
     scores_bytes = 4 * len(tokens) * columns if columns > call.top_k else 0
-    behind = call.workspace[aligned(scores_bytes) :]
+    after_scores = call.workspace[aligned(scores_bytes) :]
     scores = _unread(call.tokens, len(tokens), columns)
     if scores_bytes:  # otherwise every visible entry is selected, and no score is read
         scores = call.workspace[:scores_bytes].view(torch.float32).view(-1, columns)
@@ -90,7 +90,7 @@ def _select_piece(
             round_bf16=call.round_bf16,
             skip_visible=call.top_k,
             tokens_per_request=call.tokens_per_request,
-            workspace=behind,
+            workspace=after_scores,
         )
         if bounds is None:
             score(scoring)
@@ -102,7 +102,7 @@ def _select_piece(
         ratio=call.keys.ratio,
         out=out,
         bf16_scores=call.round_bf16,
-        workspace=behind,
+        workspace=after_scores,
         span=1 if bounds is None else bounds.block_entries,
         blocks=0 if bounds is None else bounds.blocks.shape[1],
     )
@@ -110,7 +110,7 @@ def _select_piece(
         size = bounds.block_entries
         entries_of_columns_launch(out, tokens=tokens, blocks=bounds.blocks, span=size).run()
     elif candidates is not None:
-        _publish(call, tokens, scores, candidates, behind)
+        _publish(call, tokens, scores, candidates, after_scores)
 
 
 def _publish(

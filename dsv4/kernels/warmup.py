@@ -109,7 +109,7 @@ def compile_jobs(jobs: dict[Path, bytes], workers: int, progress: Progress) -> N
     done = 0
     lock = threading.Lock()
 
-    def tell() -> None:
+    def report() -> None:
         nonlocal done
         with lock:
             done += 1
@@ -117,7 +117,7 @@ def compile_jobs(jobs: dict[Path, bytes], workers: int, progress: Progress) -> N
 
     progress(0, len(jobs))
     threads = [
-        threading.Thread(target=_work, args=(missing, tell), daemon=True)  # Ctrl-C ends them too
+        threading.Thread(target=_work, args=(missing, report), daemon=True)  # Ctrl-C ends them too
         for _ in range(min(workers, len(jobs)))
     ]
     for thread in threads:
@@ -126,7 +126,7 @@ def compile_jobs(jobs: dict[Path, bytes], workers: int, progress: Progress) -> N
         thread.join()
 
 
-def _work(missing: SimpleQueue[tuple[Path, bytes]], tell: Callable[[], None]) -> None:
+def _work(missing: SimpleQueue[tuple[Path, bytes]], report: Callable[[], None]) -> None:
     """Hands one job after the other to a process, until none is left or the process has died."""
     environment = {
         **os.environ,
@@ -156,7 +156,7 @@ def _work(missing: SimpleQueue[tuple[Path, bytes]], tell: Callable[[], None]) ->
             if path is not None:
                 note.parent.mkdir(parents=True, exist_ok=True)
                 note.write_text(path)
-            tell()
+            report()
         worker.stdin.close()
 
 

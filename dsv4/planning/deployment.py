@@ -49,6 +49,12 @@ class Load:
     host_memory_bytes: int | None = None
     disk_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises InvalidInput."""
+        require_count("step_tokens", self.step_tokens)
+        for name in ("snapshots", "activations_bytes"):
+            require_count(name, getattr(self, name), at_least=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
@@ -157,10 +163,21 @@ def deploy(
     compare: bool = True,
 ) -> Deployment:
     """How many requests of each context these GPUs hold at once; with `compare` in other layouts
-    too. Raises InvalidInput."""
+    too. Of several contexts those are left out that are longer than the model's. Raises
+    InvalidInput."""
     load = load or Load()
+    for context in contexts:
+        require_count("context_tokens", context)
+    if requests is not None:
+        require_count("requests", requests)
     check_layout(layout, model, weights.shapes)
-    asked = [c for c in contexts if c <= model.max_context] or [model.max_context]
+    asked = [c for c in contexts if c <= model.max_context]
+    if not asked and len(contexts) == 1:
+        raise InvalidInput(
+            f"a context of {contexts[0]:,} tokens is past the {model.max_context:,} that a request "
+            f"of {model.name} may have: ask for less"
+        )
+    asked = asked or [model.max_context]
     job = _Job(model, gpus, weights, make_schema, asked, load)
     chosen = job.fit(layout)
     others = tuple(job.try_fit(each) for each in other_layouts(layout) if compare)

@@ -42,6 +42,7 @@ GPUS: dict[str, Gpu] = {
     )
 }
 _MOST_GPUS = 4096
+_LEAST_MEMORY = 10**9
 # a GPU that is only known by its memory gets the workspace of the one that needs most
 _LARGEST_WORKSPACE = 132
 _COUNTED = re.compile(r"\s*(?:([0-9]+)\s*[x\u00d7*]\s*)?(\S.*?)\s*", re.IGNORECASE)
@@ -75,7 +76,7 @@ def parse_gpus(text: str) -> Gpus:
         memory_bytes = parse_bytes(what)
     except InvalidInput:
         raise _refused(text) from None
-    if not memory_bytes:
+    if memory_bytes < _LEAST_MEMORY:  # "80" would be bytes
         raise _refused(text)
     gpu = Gpu(name=what, memory_bytes=memory_bytes, hopper_processors=_LARGEST_WORKSPACE)
     return Gpus(count=count, gpu=gpu, unit=what)

@@ -94,7 +94,11 @@ def check_layout(layout: Layout, model: ModelSpec, shapes: WeightShapes | None) 
             f"stages do not share: use tp or data-parallel attention"
         )
     if shapes is not None and layout.ep > shapes.experts:
-        raise InvalidInput(f"{layout.ep} ranks for {shapes.experts} experts: give fewer GPUs")
+        raise InvalidInput(
+            f"{layout.ep} ranks would share the routed experts of a layer, and {model.name} has "
+            f"{shapes.experts} experts: give at most {shapes.experts * layout.pp} GPUs, or plan "
+            f"one cache with --memory"
+        )
 
 
 # ---- stages of a pipeline ------------------------------------------------------------------------

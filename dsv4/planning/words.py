@@ -25,7 +25,11 @@ def answer(found: Deployment, gpus: Gpus) -> str:
     room = f"there is room for {first.requests:,}" if first.requests else "not one fits"
     rank = found.chosen.rank
     if rank is not None and rank.left <= 0:
-        share, whole = (format_like(each, gpus.unit) for each in (rank.weights, rank.memory))
+        share, extra, whole = (
+            format_like(each, gpus.unit) for each in (rank.weights, rank.activations, rank.memory)
+        )
+        if rank.activations:
+            share += f", and {extra} of activations"
         room = f"of {weights} of weights each GPU has to hold {share}, and has {whole}"
     advice = "no number of this GPU would"
     if found.needed_gpus is not None and found.needed_gpus > found.count:
@@ -52,21 +56,21 @@ def notes(found: Deployment) -> list[str]:
         for name, size in found.weights_by_format.items()
         if size >= 5e7
     )
-    said = []
+    lines = []
     if formats:
-        said.append(f"Weights: {formats}; derived from the config, not from files.")
+        lines.append(f"Weights: {formats}; derived from the config, not from files.")
     counted = (
         "The driver's memory and communication buffers are not counted"
         if found.chosen.rank is not None and found.chosen.rank.activations
         else "Activations (--activations), the driver's memory and communication buffers are not "
         "counted"
     )
-    said.append(
+    lines.append(
         f"{counted}. Steps of up to {found.step_tokens:,} tokens, {found.snapshots} snapshots, and "
         f"any request may grow to the longest context."
     )
     if any(fit.peers for fit in _fits(found)):
-        said.append(f"vLLM, SGLang: the same memory without workspace; {SOURCE}.")
+        lines.append(f"vLLM, SGLang: the same memory without workspace; {SOURCE}.")
     if any(fit.with_host_memory is not None for fit in _fits(found)):
-        said.append("With host memory: a computed capacity, see docs/residency.md.")
-    return said
+        lines.append("With host memory: a computed capacity, see docs/residency.md.")
+    return lines

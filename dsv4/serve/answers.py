@@ -63,6 +63,14 @@ def read_terms(request: Request, body: CacheFields, keep_s: float | None = None)
     )
 
 
+def read_salt(request: Request, salt: str | None) -> str | None:
+    """The salt of a request that has this one. Raises ApiError."""
+    tenant = request.headers.get("x-tenant-id")
+    if tenant is not None and len(tenant) > LONGEST_ID:
+        raise ApiError(400, f"a tenant of {len(tenant)} characters: at most {LONGEST_ID}")
+    return _salt(tenant, salt)
+
+
 def _for_cache(name: str | None, priority: int, *, is_final: bool) -> Hints:
     """What the prefix cache should prefer; it knows fewer priorities. `prompt_cache_key` is not a
     session there: different conversations may have the same key, and a session has only one newest

@@ -20,7 +20,7 @@ from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.errors import Dsv4Error, InvalidInput
-from dsv4.serve import anthropic, openai, page
+from dsv4.serve import anthropic, openai, operator, page
 from dsv4.serve.failures import ApiError, handle
 from dsv4.serve.guard import Guard
 from dsv4.serve.live import WatchedStream
@@ -129,6 +129,7 @@ def make_app(state: ServerState) -> Any:
             raise ApiError(429, "as many watch already as may", retry_after_s=10)
         return WatchedStream(state.live.watch())
 
+    app.include_router(operator.routes(state))
     app.include_router(page.routes(state.model))
     return guarded(app, state.options)
 

@@ -30,7 +30,9 @@ from dsv4.serve.generation import Generation
 from dsv4.serve.runner import Runner
 
 RATE_HZ = 10.0
-MOST_SHARE = 0.01  # of the time of the thread that steps; events of a large cache come less often
+# of the time of the thread that steps, and of its processor time, of which a busy machine leaves it
+# less; events of a large cache come less often
+MOST_SHARE = 0.01
 MOST_NODES = 512  # of the tree in a snapshot, the newest
 MOST_TURNS = 64
 MOST_BLOCKS = 2048  # of a request, and of those with entries in host memory: as the page draws
@@ -47,6 +49,7 @@ class Live:
         self._turns: deque[dict[str, Any]] = deque(maxlen=MOST_TURNS)
         self._watchers: set[Watcher] = set()
         self._last_s, self._interval_s, self._is_due = 0.0, 1 / RATE_HZ, False
+        self._rested_s = 0.0  # processor time of the thread when it may make the next event
         self._key = secrets.token_bytes(16)
         self._new_turns: list[dict[str, Any]] = []
         runner.after_step.append(self._after_step)
@@ -189,9 +192,10 @@ class Live:
         after the last step of all, a timer sends it."""
         if not self._watchers:
             return
-        if self._early_s <= 0:
+        is_last = not self._runner.engine.jobs
+        if self._early_s <= 0 and (is_last or time.thread_time() >= self._rested_s):
             self._send_changes()
-        elif not self._runner.engine.jobs and not self._is_due:
+        elif is_last and not self._is_due:
             self._is_due = True
             self._send_later()
 
@@ -220,7 +224,9 @@ class Live:
         if turns or not self._runner.engine.jobs:
             event["tree"] = self.tree()
         self._send(event)
-        self._interval_s = max(1 / RATE_HZ, (time.thread_time() - begun_s) / MOST_SHARE)
+        ended_s = time.thread_time()
+        rest_s = (ended_s - begun_s) / MOST_SHARE
+        self._interval_s, self._rested_s = max(1 / RATE_HZ, rest_s), ended_s + rest_s
 
     def _send(self, event: dict[str, Any]) -> None:
         text = json.dumps(event)

@@ -50,15 +50,31 @@ class Metrics:
                 "Share of the blocks that requests hold, from 0 to 1.",
                 stats.blocks_live / stats.blocks_total,
             ),
-            ("tokens_per_second", "Generated, over the last steps.", runner.tokens_per_s),
+            (
+                "tokens_per_second",
+                "Tokens generated per second, over the last steps.",
+                runner.tokens_per_s,
+            ),
         ):
             yield GaugeMetricFamily(f"dsv4_{name}", text, value=value)
         for name, text, value in (
             ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
             ("generation_tokens", "Generated tokens.", counters.generated_tokens),
-            ("prefix_cache_queries", "Tokens of prompts, looked up.", counters.prompt_tokens),
-            ("prefix_cache_hits", "Of them, those that were cached.", counters.cached_tokens),
-            ("num_preemptions", "Requests that gave their memory back.", counters.preemptions),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens that were looked up in the cache.",
+                counters.prompt_tokens,
+            ),
+            (
+                "prefix_cache_hits",
+                "Prompt tokens that were found in the cache.",
+                counters.cached_tokens,
+            ),
+            (
+                "num_preemptions",
+                "Requests that had to give their memory back.",
+                counters.preemptions,
+            ),
             ("step_failures", "Steps that failed again and again.", counters.failures),
         ):
             yield CounterMetricFamily(f"dsv4_{name}", text, value=value)

@@ -31,7 +31,13 @@ from dsv4.serve.generation import Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import Message, ServedModel, Tokenizer, require_may_fit
 from dsv4.serve.sampling import TokenLogprob
-from dsv4.serve.schemas import ChatMessage, ChatRequest, CompletionRequest, OpenAIFields
+from dsv4.serve.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ExplainRequest,
+    OpenAIFields,
+)
 from dsv4.serve.state import Served
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
@@ -57,21 +63,12 @@ def routes(state: Served) -> APIRouter:
         """The answer to a chat."""
         require_model(body.model, state.model)
         terms = read_terms(request, body)
-        tools = () if body.tool_choice == "none" else [t.model_dump() for t in body.tools or ()]
-
-        def render() -> list[int]:
-            return state.model.chat_tokens(
-                [_message(each) for each in body.messages],
-                tools=tools,
-                options=body.chat_template_kwargs,
-            )
-
         top = None
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if body.logprobs:
             top = body.top_logprobs or 0
-        ids = await run_in_threadpool(render)
+        ids = await run_in_threadpool(rendered, state, body)
         asked = body.max_completion_tokens or body.max_tokens or state.new_tokens
         question = _question(state, body, ids, asked, top)
         return await _answer(state, request, body, [question], terms, _Chat(state.model.tokenizer))
@@ -90,6 +87,21 @@ def routes(state: Served) -> APIRouter:
         return await _answer(state, request, body, questions, terms, shape)
 
     return router
+
+
+def rendered(state: Served, body: ChatRequest | ExplainRequest) -> list[int]:
+    """A chat's tokens."""
+    has_none = isinstance(body, ChatRequest) and body.tool_choice == "none"
+    return state.model.chat_tokens(
+        [_message(each) for each in body.messages or ()],
+        tools=() if has_none else [each.model_dump() for each in body.tools or ()],
+        options=body.chat_template_kwargs,
+    )
+
+
+def encoded(state: Served, prompt: str | Sequence[int]) -> Sequence[int]:
+    """A text's tokens. Raises ContextOverflow."""
+    return _encoded(state.model, prompt) if isinstance(prompt, str) else prompt
 
 
 def _prompts(state: Served, prompt: str | Sequence[Any]) -> list[Sequence[int]]:

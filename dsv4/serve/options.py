@@ -33,6 +33,7 @@ class ServerOptions:
     encrypt: bool = False  # what goes to the disk
     events: EventOptions | None = None
     explain: bool = False  # answers say why a prompt was not cached, with ids of the cached one
+    quotas: bool = False  # all who have the API key may see and set those of all salts
     api_key: str | None = field(default=None, repr=False)
     allow_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ("*",)

@@ -19,7 +19,7 @@ from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.requests import Request
 from dsv4.engine import LOOK_AHEAD, Engine, Job, Share
-from dsv4.errors import OutOfBlocks
+from dsv4.errors import OutOfBlocks, OverQuota
 from dsv4.serve.generation import Generation
 from dsv4.serve.handovers import Handovers
 from dsv4.tiers.host import HostTier
@@ -69,8 +69,7 @@ class Scheduler(Engine):
         return sorted(found, key=lambda each: self.rank(each[0]))
 
     def _next_waiting(self) -> Job | None:
-        waiting = [job for job in self.jobs if job.request is None and not job.is_over]
-        waiting.sort(key=self.rank)
+        waiting = sorted(self._waiting, key=self.rank)
         if self.handovers is not None:
             waiting = [job for job in waiting if not self.handovers.expects(job)]
         if self.manager.tiers:
@@ -95,9 +94,10 @@ class Scheduler(Engine):
             for each in self.jobs:
                 if each.request is None and each.data.number < job.data.number:
                     each.data.passed += 1
-        waiting = None if self.flight is not None else self._next_waiting()
-        if waiting is not None and not admitted:
-            self.displace(waiting)
+        if self.flight is None and not admitted:
+            for waiting in (self._next_waiting(), *self._held_back):
+                if waiting is not None:
+                    self.displace(waiting)
 
     def _note_sources(self, job: Job) -> None:
         """Which of a prompt's cached tokens tiers had. A state counts where its last block came
@@ -119,22 +119,25 @@ class Scheduler(Engine):
             left -= tokens
 
     def displace(self, waiting: Job) -> None:
-        """One running job of lower priority gives its memory back."""
+        """One running job of lower priority gives its memory back: of the same salt, if its quota
+        is what is full."""
+        error = self._held_back.get(waiting)
+        running = self.running if error is None else self._competing(error)[0]
         lower = [
             job
-            for job, _ in self.running
+            for job, _ in running
             if job.data.rank(PASSES) < waiting.data.rank(PASSES) and not job.is_over
         ]
         if lower:
             self.preempt(self.victim(lower))
 
     def make_room(self, error: OutOfBlocks) -> None:
-        if error.pinned and self.unpin_all():
+        if error.pinned and self.unpin_for(error):
             return
-        running = self.running
+        running, requests = self._competing(error)
         helping = [job for job, request in running if self.manager.released_blocks(request)]
         job = self.victim(helping or [job for job, _ in running])
-        if len(running) == 1 and (error.never or len(self.manager.requests) == 1):
+        if len(running) == 1 and (error.never or requests == 1):
             job.error = error
         self.preempt(job)
 
@@ -150,13 +153,15 @@ class Scheduler(Engine):
         job.preemptions += 1
         self.leave(job)
 
-    def unpin_all(self) -> bool:
-        """What callers asked to keep gives way to what runs. Returns whether there was any."""
-        there_were = bool(self.pins)
-        while self.pins:
-            self.manager.unpin(self.pins[-1])
-            self.pins.pop()
-        return there_were
+    def unpin_for(self, error: OutOfBlocks) -> bool:
+        """What callers asked to keep gives way to what runs: of the salt whose quota is full, or
+        all. Returns whether there was any."""
+        root = error.root if isinstance(error, OverQuota) else None
+        found = [pin for pin in self.pins if root is None or pin.nodes[0].root == root]
+        for pin in found:
+            self.manager.unpin(pin)
+            self.pins.remove(pin)
+        return bool(found)
 
     def _request_for(self, prompt: Prompt) -> Request:
         if self.explainer is not None:
@@ -164,7 +169,7 @@ class Scheduler(Engine):
         try:
             return super(Scheduler, self)._request_for(prompt)
         except OutOfBlocks as error:
-            if not (error.pinned and self.unpin_all()):
+            if not (error.pinned and self.unpin_for(error)):
                 raise
         return super(Scheduler, self)._request_for(prompt)
 

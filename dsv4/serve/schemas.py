@@ -187,6 +187,33 @@ class ChatRequest(OpenAIFields):
     parallel_tool_calls: bool | None = None
 
 
+class ExplainRequest(_Strict):
+    """A prompt, as in a completion or a chat."""
+
+    prompt: TextOr[str, Many[Token]] | None = None
+    messages: Some[ChatMessage] | None = None
+    tools: Many[_Loose] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Id | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> ExplainRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one_prompt", "give prompt or messages")
+        return self
+
+
+Bytes = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+
+
+class QuotaRequest(_Strict):
+    """Bytes; null: no limit there."""
+
+    device_bytes: Bytes | None = None
+    host_bytes: Bytes | None = None
+    disk_bytes: Bytes | None = None
+
+
 class CompletionRequest(OpenAIFields):
     prompt: Annotated[
         Annotated[str, Tag("(text)")]

@@ -89,14 +89,14 @@ def _files(
             names.add(key.digest)
             piece.append(key)
             if len(piece) == PIECE:
-                _tell(index, shelf, piece, before_ns)
+                _note_stored(index, shelf, piece, before_ns)
                 piece = []
                 yield
-    _tell(index, shelf, piece, before_ns)
+    _note_stored(index, shelf, piece, before_ns)
     yield
 
 
-def _tell(index: Index, shelf: int, piece: list[Key], before_ns: int) -> None:
+def _note_stored(index: Index, shelf: int, piece: list[Key], before_ns: int) -> None:
     with index.books() as books:
         unknown = [key for key in piece if not books.holds(key)]
     if not unknown:

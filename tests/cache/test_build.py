@@ -94,7 +94,9 @@ def test_what_is_refused() -> None:
         dsv4.Cache(5, memory=MEMORY)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="did you mean 'max_step_tokens'"):
         dsv4.Cache("tiny", memory=MEMORY, max_steps_tokens=3)  # type: ignore[call-arg]
-    with pytest.raises(InvalidInput, match="it has block_tokens"):
+    with pytest.raises(InvalidInput, match="did you mean 'max_context'"):
+        dsv4.Cache("tiny", memory=MEMORY, max_contex=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidInput, match="it has memory, max_requests"):
         dsv4.Cache("tiny", memory=MEMORY, xyz=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidInput, match="write 80GiB"):
         dsv4.Cache("tiny", memory="64X")

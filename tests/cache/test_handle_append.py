@@ -346,3 +346,13 @@ def test_what_is_no_tensor_is_refused(name: str):
     call = good_call(CSA)
     call.tensors[name] = [1.0]
     refuse(call, InvalidInput, "must be a tensor")
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors):UserWarning")
+@pytest.mark.parametrize("form", ["to_sparse", "to_sparse_csr", "to_mkldnn", "nested"])
+def test_a_tensor_without_strides_is_refused(form: str):
+    call = good_call(CSA)
+    kv = call.tensors["kv"]
+    nested = torch.nested.nested_tensor
+    call.tensors["kv"] = nested([kv]) if form == "nested" else getattr(kv, form)()
+    refuse(call, InvalidInput, "kv is a tensor of layout .*, must be a dense one")

@@ -49,6 +49,7 @@ def test_select_needs_an_indexer(stack: Stack) -> None:
         handle.select(asked.index_q, asked.index_weights, rope=stack.weights[CSA].rope)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize(
     "change",
     [
@@ -63,6 +64,9 @@ def test_select_needs_an_indexer(stack: Stack) -> None:
         {"out": lambda a: torch.zeros(6, 16, dtype=torch.int64)},
         {"rope": lambda a: torch.zeros(10, 32)},
         {"top_k": lambda a: 0},
+        {"q": lambda a: a.index_q.to_sparse()},
+        {"index_weights": lambda a: torch.nested.nested_tensor([a.index_weights])},
+        {"out": lambda a: torch.zeros(6, 16, dtype=torch.int32).to_sparse()},
     ],
 )
 def test_select_refuses_what_does_not_fit(stack: Stack, change) -> None:
@@ -86,6 +90,7 @@ def test_a_workspace_for_not_even_one_row_is_refused(stack: Stack) -> None:
         read(stack, plan, CSA, [asked])
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize(
     "change",
     [
@@ -100,6 +105,9 @@ def test_a_workspace_for_not_even_one_row_is_refused(stack: Stack) -> None:
         {"out": lambda a: torch.zeros(6, 4, 128)},
         {"lse": lambda a: torch.zeros(6, 5)},
         {"inverse_rope": lambda a: torch.zeros(4, 4)},
+        {"q": lambda a: a.q.to_sparse()},
+        {"q": lambda a: torch.nested.nested_tensor([a.q])},
+        {"lse": lambda a: torch.zeros(6, 4).to_sparse()},
     ],
 )
 def test_attend_refuses_what_does_not_fit(stack: Stack, change) -> None:

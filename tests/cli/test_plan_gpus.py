@@ -47,7 +47,8 @@ def test_the_answer_is_the_first_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["V4-Flash", "deepseek-ai/DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "v4-flash"]
+    "name",
+    ["V4-Flash", "V4_Flash", "deepseek-ai/DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "v4-flash"],
 )
 def test_models_are_known_by_any_of_their_names(name: str) -> None:
     assert run_json(name)["model"] == "v4-flash"
@@ -88,6 +89,49 @@ def test_what_does_not_fit_ends_with_3_and_says_what_would() -> None:
     short = run_json(*asked, str(enough + 1), code=3)["answer"]
     assert f"there is room for {enough}" in short
     assert "3 x H200 would" in short
+
+
+def test_what_activations_leave_no_room_for_names_them() -> None:
+    asked = ("v4-flash", "--gpus", "4x80GB", "--activations", "60GB")
+    assert "and 60 GB of activations, and has 80 GB" in run_json(*asked, code=3)["answer"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--gpus", "4x80GB", "--context", "0"], "context_tokens=0"),
+        (["--gpus", "4x80GB", "--context", "8k", "--requests", "-1"], "requests=-1"),
+        (["--gpus", "4x80GB", "--step-tokens", "0"], "step_tokens=0"),
+        (["--gpus", "4x80GB", "--snapshots", "-1"], "snapshots=-1"),
+        (["--gpus", "4x80GB", "--context", "2M"], "2,097,152 tokens is past the 1,048,576"),
+        (["--gpus", "4x80GB", "--requests", "5"], "give --context too"),
+        (["--gpus", "80"], "names neither a GPU nor its memory"),  # 80 bytes
+    ],
+)
+def test_a_question_is_not_answered_as_another_one(options: list[str], why: str) -> None:
+    result = run("v4-flash", *options)
+    assert result.exit_code == 2
+    assert why in result.stderr
+
+
+def test_a_name_that_would_have_to_be_downloaded_says_what_to_give() -> None:
+    result = run("deepseek-ai/DeepSeek-V3", "--gpus", "8xH200")
+    assert result.exit_code == 2
+    assert "Nothing is downloaded: give the path of a config.json" in result.stderr
+
+
+def test_more_ranks_than_experts(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(transformers_config(**{**IN_CONFIG, "n_routed_experts": 2})))
+    result = run(str(path), "--gpus", "4x80GB")
+    assert result.exit_code == 2
+    assert "has 2 experts: give at most 2 GPUs" in result.stderr
+
+
+def test_the_unit_of_a_disk_comes_back() -> None:
+    for asked in (["--gpus", "4x80GB"], []):
+        result = run("v4-flash", *asked, "--disk", "4TB")
+        assert "A tier of 4 TB keeps" in result.stdout
 
 
 def test_options_count() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dsv4.cli import app
@@ -18,6 +19,22 @@ GOLDEN = Path(__file__).parents[2] / "dsv4" / "data" / "golden_small.npz"
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.stdout
+
+
+def test_what_is_tiny_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of small tensors wait for each other, on a busy machine most of the time."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr("dsv4.verify.verify", lambda *_, **__: [])
+    for name in ("process.listen", "process.run", "process.set_up_logs", "app.make_state"):
+        monkeypatch.setattr(f"dsv4.serve.{name}", lambda *_, **__: None)
+    monkeypatch.setattr("dsv4.serve.load.load_model", lambda path: None)
+    try:
+        for command, threads in ((["verify"], 1), (["serve"], 1), (["serve", "a/checkpoint"], 2)):
+            torch.set_num_threads(2)
+            assert run(*command)[0] == 0, command
+            assert torch.get_num_threads() == threads, command
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_verify_passes_on_the_shipped_file() -> None:

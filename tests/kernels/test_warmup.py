@@ -21,7 +21,7 @@ from triton.errors import TritonError
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.warmup import stand_in, token_counts
+from dsv4.cache.warmup import phantom_tensor, token_counts
 from dsv4.errors import InvalidInput
 from dsv4.kernels import launch, warmup
 from dsv4.model import AttentionType, ModelSpec
@@ -57,7 +57,7 @@ class Engine:
         self.layers = range(len(self.model.layers))
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return stand_in(self.manager.slot_arena.bytes, shape, dtype)
+        return phantom_tensor(self.manager.slot_arena.bytes, shape, dtype)
 
     def weights(self, layer: int) -> LayerWeights:
         def of(kind: str) -> CompressorWeights | None:
@@ -280,7 +280,7 @@ def test_counts_of_tokens_reach_the_limit_and_not_beyond() -> None:
 
 def test_stand_ins_have_a_shape_and_no_memory() -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
-    found = stand_in(memory, (1 << 20, 64, 512), torch.bfloat16)
+    found = phantom_tensor(memory, (1 << 20, 64, 512), torch.bfloat16)
     assert found.shape == (1 << 20, 64, 512)
     assert found.dtype == torch.bfloat16
     assert found.is_contiguous()

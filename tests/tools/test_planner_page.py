@@ -100,13 +100,21 @@ def test_the_script_and_the_page_name_the_same_elements() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The page alone, as the site has it, on a free port."""
+def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         why = "there is no Chromium: install it with apt-get install chromium"
         if os.environ.get("DSV4_REQUIRE_BROWSER", "0") not in ("", "0"):
             pytest.fail(f"DSV4_REQUIRE_BROWSER is set, and {why}", pytrace=False)
         pytest.skip(why)
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The page alone, as the site has it, on a free port."""
     try:
         planner_page.archive()
     except OSError as error:
@@ -115,50 +123,56 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def test_the_planner_answers_in_a_browser(site: str, tmp_path: Path) -> None:
+def test_opened_as_a_file_it_says_what_to_do(browser: Any, tmp_path: Path) -> None:
+    """Browsers load no modules from files."""
+    shutil.copytree(STATIC, tmp_path / "_static" / "planner")
+    (tmp_path / "planner.html").write_text(f"<meta charset=utf-8>{FRAGMENT}", "utf-8")
+    tab = browser.new_page()
+    tab.goto((tmp_path / "planner.html").as_uri())
+    playwright.expect(tab.locator("#planner-answer")).to_contain_text("python -m http.server")
+    tab.close()
+
+
+def test_the_planner_answers_in_a_browser(browser: Any, site: str, tmp_path: Path) -> None:
     """As the command does; again when a slider moves; and nobody else is asked for anything."""
     expect, foreign, errors = playwright.expect, list[str](), list[str]()
     expect.set_options(timeout=MOST_MS)
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
-        context = browser.new_context(viewport={"width": 900, "height": 1100})
+    context = browser.new_context(viewport={"width": 900, "height": 1100})
 
-        def pass_on(route: Any) -> None:
-            if route.request.url.startswith(site):
-                return route.continue_()
-            foreign.append(route.request.url)
-            return route.abort()
+    def pass_on(route: Any) -> None:
+        if route.request.url.startswith(site):
+            return route.continue_()
+        foreign.append(route.request.url)
+        return route.abort()
 
-        context.route("**/*", pass_on)
-        tab = context.new_page()
-        tab.on("pageerror", lambda error: errors.append(str(error)))
-        tab.goto(f"{site}/planner.html")
-        ready = tab.locator("#planner[aria-busy=false]")
-        answer = tab.locator("#planner-answer")
-        expect(answer).to_have_text(
-            answered("v4-flash", "--gpus", "4xH200", "--context", "128k")["answer"]
-        )
-        expect(ready).to_be_visible()
-        assert tab.locator("#planner-curve polyline").count() == 3  # ours, vLLM, SGLang
-        assert tab.locator("#planner-bar rect").count() >= 6
+    context.route("**/*", pass_on)
+    tab = context.new_page()
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(f"{site}/planner.html")
+    ready = tab.locator("#planner[aria-busy=false]")
+    answer = tab.locator("#planner-answer")
+    expect(answer).to_have_text(
+        answered("v4-flash", "--gpus", "4xH200", "--context", "128k")["answer"]
+    )
+    expect(ready).to_be_visible()
+    assert tab.locator("#planner-curve polyline").count() == 3  # ours, vLLM, SGLang
+    assert tab.locator("#planner-bar rect").count() >= 6
 
-        slide(tab, "host", 5)  # 1024 GB
-        expect(tab.locator("#planner-curve polyline")).to_have_count(4)
-        slide(tab, "context", 10)  # 1M
-        slide(tab, "count", 5)  # 8 GPUs
-        command = "dsv4 plan v4-flash --gpus 8xH200 --context 1M --host-memory 1024GB"
-        expect(tab.locator("#planner-command")).to_have_text(command)
-        expect(answer).to_have_text(answered(*command.split()[2:])["answer"])
+    slide(tab, "host", 5)  # 1024 GB
+    expect(tab.locator("#planner-curve polyline")).to_have_count(4)
+    slide(tab, "context", 10)  # 1M
+    slide(tab, "count", 5)  # 8 GPUs
+    command = "dsv4 plan v4-flash --gpus 8xH200 --context 1M --host-memory 1024GB"
+    expect(tab.locator("#planner-command")).to_have_text(command)
+    expect(answer).to_have_text(answered(*command.split()[2:])["answer"])
 
-        tab.screenshot(path=tmp_path / "planner.png")
-        slide(tab, "count", 0)
-        slide(tab, "memory", 80)
-        expect(answer).to_have_class("wrong")
-        expect(answer).to_contain_text("3 x 80GB would")
-        assert not tab.locator("#planner-curve").is_visible()
-        browser.close()
+    tab.screenshot(path=tmp_path / "planner.png")
+    slide(tab, "count", 0)
+    slide(tab, "memory", 80)
+    expect(answer).to_have_class("wrong")
+    expect(answer).to_contain_text("3 x 80GB would")
+    assert not tab.locator("#planner-curve").is_visible()
+    context.close()
     assert (foreign, errors) == ([], [])
 
 

@@ -94,7 +94,7 @@ class Arrivals:
             arrival.landing.cell = self._side.pledges.take()
             arrival.landing.row = self._side.rows.take(label)
         except Exception:
-            self._let_go_host(arrival)
+            self._release_host(arrival)
             raise
 
     def start(self, arrival: Arrival) -> None:
@@ -206,7 +206,7 @@ class Arrivals:
         self.read_bytes += arrival.read_bytes
         self.read_tokens += arrival.tokens
         self.skipped_blocks += arrival.skipped_blocks
-        self._let_go_host(arrival)
+        self._release_host(arrival)
 
     def fail(self, arrival: Arrival, reason: str, why: str) -> None:
         """Ends an arrival that failed. Memory to which nothing writes any more is free at once, the
@@ -224,10 +224,10 @@ class Arrivals:
             read.given_up = True
             if not read.settled:
                 return
-        self._side.table.holdings.let_go(arrival)
-        self._let_go_host(arrival)
+        self._side.table.holdings.release(arrival)
+        self._release_host(arrival)
 
-    def _let_go_host(self, arrival: Arrival) -> None:
+    def _release_host(self, arrival: Arrival) -> None:
         landing = arrival.landing
         if arrival in self.open:
             self.open.remove(arrival)
@@ -247,7 +247,7 @@ class Arrivals:
             read = arrival.read
             if arrival.request is not None or read is None or read.settled:
                 self._side.table.holdings.pop(arrival, None)
-                self._let_go_host(arrival)
+                self._release_host(arrival)
             else:
                 read.given_up = True
                 with suppress(OfferError):  # closed: the memory stays taken

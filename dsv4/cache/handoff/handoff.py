@@ -305,11 +305,11 @@ class Handoff:
     def _release_deferred(self) -> None:
         self._manager._release_deferred()
 
-    def let_go(self, item: object) -> None:
+    def release_deferred(self, item: object) -> None:
         """Releases an offer that is over, or an arrival that is not written to any more."""
         if isinstance(item, Lease):
             if item.name in self.leases.held:
-                self.side.table.holdings.let_go(item)
+                self.side.table.holdings.release(item)
                 self.side.rows.give_back(item.row.number)
                 self.leases.forget(item)
         elif isinstance(item, Arrival) and item in self.arrivals.open:

@@ -63,8 +63,8 @@ class Probe:
             answer: bytes = process.stdout.read(_ERROR_BYTES)
         if answer == _ANSWER:  # the exit status may be lost if other code reaps children
             return None
-        said = "".join(c if c.isprintable() else "?" for c in answer.decode(errors="replace"))
-        return f"NIXL cannot read with its metadata: {said or _fate(self._process.returncode)}"
+        shown = "".join(c if c.isprintable() else "?" for c in answer.decode(errors="replace"))
+        return f"NIXL cannot read with its metadata: {shown or _fate(self._process.returncode)}"
 
 
 def _fate(status: int) -> str:

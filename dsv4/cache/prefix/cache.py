@@ -289,6 +289,7 @@ class PrefixCache:
                 tokens_shared=counted.tokens_shared + resume.reused_tokens,
             )
             if match.nodes:
+                self.index.ages.found(match.nodes)
                 self.index.policy.returned(match.nodes[-1])
             if match.snapshot is not None and match.snapshot.snapshot is not None:
                 self.index.policy.snapshot_used(match.snapshot)
@@ -342,6 +343,9 @@ class PrefixCache:
             snapshots_used=self.rows.used,
             snapshot_evictions=self.rows.evictions,
             snapshot_bytes=self.pool.layout.row_bytes,
+            block_lifetime_s=self.index.ages.lifetime.read(),
+            block_idle_s=self.index.ages.idle.read(),
+            block_gap_s=self.index.ages.gap.read(),
             cached_bytes_by_kind={
                 kind: count * idle_blocks for kind, count in self._bytes_by_kind.items()
             },

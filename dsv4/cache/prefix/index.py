@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Literal
 
 from dsv4.cache.allocator import NO_OWN, BlockAllocator
+from dsv4.cache.prefix.ages import Ages
 from dsv4.cache.prefix.eviction import Eviction, EvictionPolicy, LeastRecentlyUsed
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.node import PrefixNode
@@ -42,7 +43,7 @@ class PrefixIndex:
         self.policy = LeastRecentlyUsed() if policy is None else policy
         self._nodes: dict[bytes, PrefixNode] = {}
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
-        self.evictions = 0
+        self.evictions, self.ages = 0, Ages()
         self.events: list[BlockEvent] | None = None  # if events are wanted
         self._reported: dict[bytes, BlockEvent] = {}  # blocks that are cached as far as events say
         self.has_tiers = False  # whether some blocks are kept elsewhere too
@@ -81,6 +82,7 @@ class PrefixIndex:
         return bisect_left(range(len(chain)), True, key=lambda nth: chain[nth] not in nodes)
 
     def touch(self, node: PrefixNode) -> None:
+        self.ages.touched(node)
         self.policy.used(node)
 
     def add(
@@ -96,6 +98,7 @@ class PrefixIndex:
         """A block that a request has just completed, or one whose bytes a tier had."""
         node = PrefixNode(digest, block_id, parent, hints, root)
         node.stored = landed
+        self.ages.cached(node)
         if landed:
             self._allocator.land(block_id)
         else:
@@ -187,6 +190,7 @@ class PrefixIndex:
         while len(self._forgotten) > self._allocator.total:
             del self._forgotten[next(iter(self._forgotten))]
         self.evictions += len(victims)
+        self.ages.evicted(victims)
         for node in victims:
             self.note_event("removed", node)
 

@@ -13,14 +13,17 @@ class PrefixNode:
     cached blocks that come right after it, `pins` those pins that name it. `snapshot` is the row of
     the state at its end, if that is kept; `stored`: a tier has its bytes, as far as is known.
     `hints` are those of the request that has used it last. `root`, where the chain of digests
-    begins, stands for the salt. The rest belongs to the eviction policy
+    begins, stands for the salt. Since when it is cached, and when it was found and used last, in
+    seconds, is what `Ages` counts with. The rest belongs to the eviction policy
     (`Retention` says what it means)."""
 
     __slots__ = (
         "block_id",
+        "cached_s",
         "children",
         "depth",
         "digest",
+        "found_s",
         "hints",
         "is_cached",
         "is_first_child",
@@ -36,6 +39,7 @@ class PrefixNode:
         "snapshot",
         "stored",
         "turns",
+        "used_s",
     )
 
     def __init__(
@@ -55,7 +59,7 @@ class PrefixNode:
         self.is_first_child = parent is not None and not parent.children
         self.stored = self.is_superseded = self.is_turn_end = False
         self.queued = self.offered_use = self.turns = 0
-        self.keep_until = 0.0
+        self.keep_until = self.cached_s = self.found_s = self.used_s = 0.0
 
     @property
     def priority(self) -> int:

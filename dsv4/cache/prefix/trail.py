@@ -48,10 +48,7 @@ def token_ids(given: TokenIds) -> Ids:
         ids = ids.astype(np.int64)
     # as unsigned numbers, negative ids are too large: one comparison per id finds both
     if ids.size and ids.view(_UNSIGNED[ids.itemsize]).max() > _LARGEST_ID:
-        raise InvalidInput(
-            f"token ids lie between {ids.min()} and {ids.max()}: they must be 0 or more and fit "
-            f"32 bits"
-        )
+        _refuse_range(ids)
     return np.array(ids, dtype=np.int32)
 
 
@@ -68,6 +65,12 @@ def _refuse_ids(given: object, ids: NDArray[Any], *, has_flags: bool) -> NoRetur
     raise InvalidInput(
         f"token ids are {ids.dtype} of shape {list(ids.shape)}: give one row of whole numbers; "
         f"a prompt may also be a count"
+    )
+
+
+def _refuse_range(ids: NDArray[Any]) -> NoReturn:
+    raise InvalidInput(
+        f"token ids lie between {ids.min()} and {ids.max()}: they must be 0 or more and fit 32 bits"
     )
 
 

@@ -149,9 +149,7 @@ class StepReader:
     def read(self, steps: Sequence[Step]) -> StepShape:
         """RequestError, PlanError or ContextOverflow for the first that is wrong."""
         if not isinstance(steps, list | tuple | Sequence):  # the first two are quick to check
-            raise PlanError(
-                f"steps are {type(steps).__name__}: give a list of (request, new tokens)"
-            )
+            _refuse_steps(steps)
         last, shape = self._kept
         if self._is_last(steps, last):
             return shape
@@ -195,6 +193,10 @@ class StepReader:
         if not live or len(set(slots)) != len(slots):
             return None
         return requests, counts
+
+
+def _refuse_steps(steps: object) -> NoReturn:
+    raise PlanError(f"steps are {type(steps).__name__}: give a list of (request, new tokens)")
 
 
 def _check_each(
@@ -258,15 +260,19 @@ def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
     raised, or if one lacks tokens that are kept and the step is not meant to be `partial`."""
     for batch in plan.batches:
         if batch.written.unfinished:
-            raise PlanError(
-                f"an append of layer {min(batch.written.unfinished)} raised, so what the step has "
-                f"left there is unknown: call fail(plan)"
-            )
+            _refuse_unfinished(min(batch.written.unfinished))
     if plan.is_stored:
         return True
     if not partial and kept.any():
         _refuse_lacking(plan)
     return False
+
+
+def _refuse_unfinished(layer: int) -> NoReturn:
+    raise PlanError(
+        f"an append of layer {layer} raised, so what the step has left there is unknown: call "
+        f"fail(plan)"
+    )
 
 
 def _refuse_lacking(plan: ForwardPlan) -> NoReturn:

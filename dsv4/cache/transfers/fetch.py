@@ -96,6 +96,7 @@ class Fetches:
         self._blocks = blocks
         self._block_tokens = prefix.schema.block_tokens
         self.tokens = self.started = self.cancelled = 0
+        self.tokens_by_tier = {tier.name: 0 for tier in route.tiers}
 
     def start(self, fetch: Fetch) -> None:
         fetch.loading, fetch.steps = Loading(self.route), self.steps(fetch)
@@ -217,6 +218,8 @@ class Fetches:
         fetch.block_ids = [*unused, *fetch.block_ids]
         fetch.fetched_blocks = here
         self.tokens += here * self._block_tokens
+        for name in fetch.sources:
+            self.tokens_by_tier[name] += self._block_tokens
         if snapshot is not None and fetch.snapshot_row is not None:
             row, fetch.snapshot_row = fetch.snapshot_row, None
             prefix.adopt_snapshot(snapshot.label.digest, row)
@@ -273,7 +276,7 @@ class Fetches:
         row, fetch.state.row = fetch.state.row, None
         return row
 
-    def let_go(self, fetch: Fetch) -> None:
+    def release(self, fetch: Fetch) -> None:
         """Ends it, and releases a state that arrived but was not taken."""
         self.cancel(fetch)
         row = self.take_state(fetch)

@@ -311,11 +311,11 @@ class Tiers:
         if known and request.condition.allows("suspend"):
             self._suspend(request)
 
-    def let_go(self, item: object) -> bool:
+    def release_deferred(self, item: object) -> bool:
         """Ends a fetch that nothing refers to any more; False if it is not a fetch."""
         if not isinstance(item, Fetch):
             return False
-        self.fetches.let_go(item)
+        self.fetches.release(item)
         return True
 
     def end_fetches(self) -> None:
@@ -336,6 +336,7 @@ class Tiers:
             bytes_copied=offload.copied_bytes,
             bytes_fetched=route.bytes,
             tokens_fetched=fetches.tokens,
+            tokens_by_tier=dict(fetches.tokens_by_tier),
             fetches=fetches.started,
             fetches_cancelled=fetches.cancelled,
             fetches_open=len(route.open),

@@ -43,17 +43,33 @@ class RemoteMetrics:
         for name, text, value in (
             ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
             ("generation_tokens", "Generated tokens.", counters.generated_tokens),
-            ("prefix_cache_queries", "Tokens of prompts, looked up.", counters.prompt_tokens),
-            ("prefix_cache_hits", "Of them, those that were cached.", counters.cached_tokens),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens that were looked up in the cache.",
+                counters.prompt_tokens,
+            ),
+            (
+                "prefix_cache_hits",
+                "Prompt tokens that were found in the cache.",
+                counters.cached_tokens,
+            ),
             ("lost_legs", "Answers that went on at another replica.", mishaps.lost_legs),
             ("lost_prefills", "Prompts that were lost with a replica.", mishaps.lost_prefills),
-            ("unrouted_requests", "Choices left to Ray Serve.", mishaps.unrouted),
-            ("stood_still_seconds", "That answers stood still for it.", sum(mishaps.stood_still_s)),
+            (
+                "unrouted_requests",
+                "Requests whose replica Ray Serve chose, without the router.",
+                mishaps.unrouted,
+            ),
+            (
+                "stood_still_seconds",
+                "Seconds that answers stood still because a replica was lost.",
+                sum(mishaps.stood_still_s),
+            ),
         ):
             yield CounterMetricFamily(f"dsv4_{name}", text, value=value)
         yield GaugeMetricFamily(
             "dsv4_longest_stood_still_seconds",
-            "The longest that an answer stood still.",
+            "The longest time that an answer stood still.",
             value=max(mishaps.stood_still_s, default=0.0),
         )
         ended = CounterMetricFamily(
@@ -67,7 +83,7 @@ class RemoteMetrics:
     def _replicas(self) -> Iterator[Any]:
         for name, text in (
             ("jobs", "Requests on a replica."),
-            ("load", "Tokens that a replica has not run yet."),
+            ("load", "Prompt tokens that a replica has yet to run."),
             ("blocks", "Blocks that a replica has, as far as the router knows."),
         ):
             family = GaugeMetricFamily(f"dsv4_replica_{name}", text, labels=["replica", "role"])

@@ -43,6 +43,8 @@ class RayOptions(BaseModel):
             raise ValueError("replicas run prompts and answers: give them, or prefill and decode")
         if (self.prefill is None) != (self.decode is None):
             raise ValueError("prefill and decode belong together: give both, or replicas")
+        if self.server.quotas:
+            raise ValueError("on Ray no one call reaches all replicas: leave quotas out")
         if self.server.events is not None:
             raise ValueError("on Ray each replica publishes its events by itself: leave them out")
         return self

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from dsv4.cache.requests import Request
-from dsv4.errors import InvalidInput, RequestError
+from dsv4.cache.requests import Request, root_of
+from dsv4.errors import InvalidInput, OverQuota, RequestError
 from dsv4.integrations.transformers.cache import PagedCache
 from dsv4.integrations.transformers.lockstep import Manager
 from dsv4.integrations.transformers.model import Ranks
@@ -291,12 +291,16 @@ class FastCaches:
             )
         return True
 
-    def give_back_unused(self) -> bool:
+    def give_back_unused(self, error: OverQuota | None = None) -> bool:
         """Releases blocks of the row that was idle for longest, or else of the least recently used
-        cache, which is closed; returns whether there was one."""
-        if self.pool.evict_oldest():
+        cache, which is closed; returns whether there was one. With an error, of those of the salt
+        whose quota is full."""
+        root = None if error is None else error.root
+        if self.pool.evict_oldest(root):
             return True
         unused = sorted(self._unused(), key=self._last_use.__getitem__)
+        if root is not None:
+            unused = [cache for cache in unused if root in map(root_of, cache.requests)]
         if unused:
             self.close(
                 unused[0],

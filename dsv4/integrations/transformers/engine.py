@@ -23,7 +23,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.engine import Choose, Job, Share, greedy
-from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError
+from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, OverQuota, RequestError
 from dsv4.integrations.transformers.forward import FastForward
 from dsv4.integrations.transformers.generate import context_overflow
 from dsv4.integrations.transformers.model import require_type
@@ -110,9 +110,13 @@ class _Core(dsv4.engine.Engine):
                     if error.never:
                         job.error = error
                         break
+                    over = error if isinstance(error, OverQuota) else None
                     # blocks are pinned, or others run with them; ranks must all try as often
-                    if self.rows.step.ranks is not None or not caches.give_back_unused():
+                    if self.rows.step.ranks is None and caches.give_back_unused(over):
+                        continue
+                    if over is None:
                         return
+                    break  # its salt's quota is full: others may have room
                 else:
                     self.weights[job] = caches.weights.name
                     job.request = request
@@ -157,7 +161,7 @@ class _Core(dsv4.engine.Engine):
 
     def make_room(self, error: OutOfBlocks) -> None:
         """First takes blocks of a row or a cache that is not in use."""
-        if not self.caches.give_back_unused():
+        if not self.caches.give_back_unused(error if isinstance(error, OverQuota) else None):
             super().make_room(error)
 
     def mend(self) -> None:
@@ -199,7 +203,7 @@ class Engine:
         # of the stream that steps, or is about to
         self._leading = threading.Lock()
         self._bells: deque[threading.Lock] = deque()  # of the streams that wait for it
-        weakref.finalize(self, _let_go, forward, self._core.jobs)
+        weakref.finalize(self, _release_rows, forward, self._core.jobs)
         with self._turn:
             forward.caches.engines.add(self)
 
@@ -399,7 +403,7 @@ class Engine:
             raise InvalidInput("the job is another engine's: use the one it was submitted to")
 
 
-def _let_go(forward: FastForward, jobs: list[Job]) -> None:
+def _release_rows(forward: FastForward, jobs: list[Job]) -> None:
     """The engine was collected, and its jobs can no longer run."""
     manager = forward.step.manager
     for job in jobs:

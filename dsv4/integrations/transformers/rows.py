@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.requests import LENGTH, Request
+from dsv4.cache.requests import LENGTH, Request, root_of
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
 from dsv4.integrations.transformers.lockstep import Manager, Prompts
 from dsv4.integrations.transformers.private import FORWARD_ARGUMENTS
@@ -250,12 +250,14 @@ class RowPool:
         while self._rows and self.manager.stats().slots_free < rows:
             self._release(self._rows.pop(0))
 
-    def evict_oldest(self) -> bool:
-        """Releases one row; returns whether there was one."""
+    def evict_oldest(self, root: bytes | None = None) -> bool:
+        """Releases one row, of one salt or of any; returns whether there was one."""
         self._collect()
-        if self._rows:
-            self._release(self._rows.pop(0))
-            return True
+        for row in self._rows:
+            if root is None or root_of(row.request) == root:
+                self._rows.remove(row)
+                self._release(row)
+                return True
         return False
 
     def _continue_or_admit(

@@ -196,7 +196,7 @@ function draw() {
   }));
   $("tree").replaceChildren(drawTree(lookWithPlace));
   const places = state.tiers.map((tier) =>
-    make("p", `${tier.name}: ${bytes(tier.held_bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}, ${count(tier.hits)} hits, ${count(tier.misses)} misses, ${count(tier.stored)} stored`));
+    make("p", `${tier.name}: ${bytes(tier.held_bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}; hits: ${count(tier.hits)}, misses: ${count(tier.misses)}`));
   if (!places.length) places.push(make("p", "No tier: what is evicted is computed again."));
   if (state.entries) places.unshift(make("p", `Host memory for entries: ${bytes(state.entries.host_bytes)}; the device has room for those of ${count(state.entries.rows_total)} blocks. Of entries that were selected elsewhere ${count(state.entries.hits)} had been fetched before, and ${count(state.entries.misses)} were fetched (${bytes(state.entries.bytes_fetched)}).`));
   $("tiers").replaceChildren(...places);
