@@ -121,22 +121,18 @@ class SharedHostRows(HostRows):
             self._add_free(row)
 
     def take_over(self, block_id: int, loan: Loan) -> bool:
-        """Gives the block the row of a record that has the same bytes; a copy of it where another
-        block has that row. Whether it has them now."""
-        if self.row_of[block_id] == loan.row:
-            return True
+        """The block has the row of a record, whose bytes are its own. If another block with the
+        same bytes has that row, it gets a row with a copy; returns whether there was one."""
         assert not loan.over
-        if loan.is_needed:  # of an equal block that came first, in another fetch or computed
+        if self._block_of[loan.row] == NO_ROW:
+            self.part(block_id)
+            self._own(block_id, loan.row)
+        elif self.row_of[block_id] != loan.row:
             if not self.take_quiet(block_id):
                 return False
-            self._memory_of(int(self.row_of[block_id]))[:] = loan.memory
-            return True
-        self.part(block_id)
-        self._own(block_id, loan.row)
+            start = int(self.row_of[block_id]) * self._width
+            self.memory[start : start + self._width] = loan.memory
         return True
-
-    def _memory_of(self, row: int) -> memoryview:
-        return self.memory[row * self._width : (row + 1) * self._width]
 
     def _own(self, block_id: int, row: int) -> None:
         self.row_of[block_id], self._block_of[row] = row, block_id
@@ -152,8 +148,9 @@ class SharedHostRows(HostRows):
         row = int(self.row_of[block_id])
         assert row != NO_ROW
         assert not self.is_lent(row)
+        memory = self.memory[row * self._width : (row + 1) * self._width]
         self._loans[row] = loan = Loan(
-            row, self._memory_of(row), is_needed=self._is_needed, end=self._returned.append
+            row, memory, is_needed=self._is_needed, end=self._returned.append
         )
         return loan
 

@@ -72,10 +72,10 @@ class SharedLanding:
         return self._hosts.lend(self._block_id)
 
     def take_over(self, loan: Loan) -> bool:
-        if not self._hosts.take_over(self._block_id, loan):
-            return False
-        self._residency.places.in_host[self._block_id] = True
-        return True
+        is_there = self._hosts.take_over(self._block_id, loan)
+        if is_there:
+            self._residency.places.in_host[self._block_id] = True
+        return is_there
 
     def whole(self) -> Rows | None:
         if not self._hosts.take_quiet(self._block_id):
