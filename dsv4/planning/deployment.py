@@ -49,6 +49,12 @@ class Load:
     host_memory_bytes: int | None = None
     disk_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises InvalidInput."""
+        require_count("step_tokens", self.step_tokens)
+        for name in ("snapshots", "activations_bytes"):
+            require_count(name, getattr(self, name), at_least=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
@@ -160,6 +166,10 @@ def deploy(
     too. Of several contexts those are left out that are longer than the model's. Raises
     InvalidInput."""
     load = load or Load()
+    for context in contexts:
+        require_count("context_tokens", context)
+    if requests is not None:
+        require_count("requests", requests)
     check_layout(layout, model, weights.shapes)
     asked = [c for c in contexts if c <= model.max_context]
     if not asked and len(contexts) == 1:

@@ -99,6 +99,10 @@ def test_what_activations_leave_no_room_for_names_them() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        (["--gpus", "4x80GB", "--context", "0"], "context_tokens=0"),
+        (["--gpus", "4x80GB", "--context", "8k", "--requests", "-1"], "requests=-1"),
+        (["--gpus", "4x80GB", "--step-tokens", "0"], "step_tokens=0"),
+        (["--gpus", "4x80GB", "--snapshots", "-1"], "snapshots=-1"),
         (["--gpus", "4x80GB", "--context", "2M"], "2,097,152 tokens is past the 1,048,576"),
         (["--gpus", "4x80GB", "--requests", "5"], "give --context too"),
         (["--gpus", "80"], "names neither a GPU nor its memory"),  # 80 bytes
