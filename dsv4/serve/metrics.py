@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from dsv4.metrics import ManagerCollector
 
 if TYPE_CHECKING:
-    from dsv4.serve.runner import Runner
+    from dsv4.serve.runner import Counters, Runner
 
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -21,15 +21,7 @@ class Metrics:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._registry = runner, CollectorRegistry()
-        self.first = self._histogram(
-            "dsv4_time_to_first_token_seconds", "From a request's arrival to its first token."
-        )
-        self.later = self._histogram(
-            "dsv4_inter_token_latency_seconds", "Between two tokens of an answer."
-        )
-        self.whole = self._histogram(
-            "dsv4_e2e_request_latency_seconds", "From a request's arrival to its end."
-        )
+        self.first, self.later, self.whole = latencies(self._registry)
         for collector in (self, ManagerCollector(runner.manager)):
             self._registry.register(collector)
 
@@ -57,33 +49,43 @@ class Metrics:
             ),
         ):
             yield GaugeMetricFamily(f"dsv4_{name}", text, value=value)
-        for name, text, value in (
-            ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
-            ("generation_tokens", "Generated tokens.", counters.generated_tokens),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens that were looked up in the cache.",
-                counters.prompt_tokens,
-            ),
-            (
-                "prefix_cache_hits",
-                "Prompt tokens that were found in the cache.",
-                counters.cached_tokens,
-            ),
+        yield from counted(
+            counters,
             (
                 "num_preemptions",
                 "Requests that had to give their memory back.",
                 counters.preemptions,
             ),
             ("step_failures", "Steps that failed again and again.", counters.failures),
-        ):
-            yield CounterMetricFamily(f"dsv4_{name}", text, value=value)
-        ended = CounterMetricFamily(
-            "dsv4_request_success", "Requests that ended, by reason.", labels=["finished_reason"]
         )
-        for reason, count in tuple(counters.finished.items()):
-            ended.add_metric([reason], count)
-        yield ended
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=SECONDS, registry=self._registry)
+
+def latencies(registry: CollectorRegistry) -> tuple[Histogram, ...]:
+    """Times to the first token of an answer, to a later one, and to its end."""
+    return tuple(
+        Histogram(f"dsv4_{name}_seconds", text, buckets=SECONDS, registry=registry)
+        for name, text in (
+            ("time_to_first_token", "From a request's arrival to its first token."),
+            ("inter_token_latency", "Between two tokens of an answer."),
+            ("e2e_request_latency", "From a request's arrival to its end."),
+        )
+    )
+
+
+def counted(counters: Counters, *others: tuple[str, str, float]) -> Iterator[Any]:
+    """Tokens of answers and their prompts, `others` (name, text, value), and how requests ended."""
+    looked_up, found = counters.prompt_tokens, counters.cached_tokens
+    for name, text, value in (
+        ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
+        ("generation_tokens", "Generated tokens.", counters.generated_tokens),
+        ("prefix_cache_queries", "Prompt tokens that were looked up in the cache.", looked_up),
+        ("prefix_cache_hits", "Prompt tokens that were found in the cache.", found),
+        *others,
+    ):
+        yield CounterMetricFamily(f"dsv4_{name}", text, value=value)
+    ended = CounterMetricFamily(
+        "dsv4_request_success", "Requests that ended, by reason.", labels=["finished_reason"]
+    )
+    for reason, count in tuple(counters.finished.items()):
+        ended.add_metric([reason], count)
+    yield ended

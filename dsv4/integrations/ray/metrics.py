@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from dsv4.integrations.ray.remote import RemoteRunner
-from dsv4.serve.metrics import SECONDS
+from dsv4.serve.metrics import counted, latencies
 from dsv4.serve.runner import Timing
 
 
@@ -19,14 +19,7 @@ class RemoteMetrics:
     def __init__(self, remote: RemoteRunner) -> None:
         self._remote, self._registry = remote, CollectorRegistry()
         self._heard: Mapping[str, Any] = {}
-        first, later, whole = (
-            Histogram(f"dsv4_{name}_seconds", text, buckets=SECONDS, registry=self._registry)
-            for name, text in (
-                ("time_to_first_token", "From a request's arrival to its first token."),
-                ("inter_token_latency", "Between two tokens of an answer."),
-                ("e2e_request_latency", "From a request's arrival to its end."),
-            )
-        )
+        first, later, whole = latencies(self._registry)
         remote.timing = Timing(first=first.observe, later=later.observe, end=whole.observe)
         self._registry.register(self)
 
@@ -40,19 +33,8 @@ class RemoteMetrics:
         yield GaugeMetricFamily(
             "dsv4_num_requests_running", "Requests that run or wait.", value=remote.running
         )
-        for name, text, value in (
-            ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
-            ("generation_tokens", "Generated tokens.", counters.generated_tokens),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens that were looked up in the cache.",
-                counters.prompt_tokens,
-            ),
-            (
-                "prefix_cache_hits",
-                "Prompt tokens that were found in the cache.",
-                counters.cached_tokens,
-            ),
+        yield from counted(
+            counters,
             ("lost_legs", "Answers that went on at another replica.", mishaps.lost_legs),
             ("lost_prefills", "Prompts that were lost with a replica.", mishaps.lost_prefills),
             (
@@ -65,19 +47,12 @@ class RemoteMetrics:
                 "Seconds that answers stood still because a replica was lost.",
                 sum(mishaps.stood_still_s),
             ),
-        ):
-            yield CounterMetricFamily(f"dsv4_{name}", text, value=value)
+        )
         yield GaugeMetricFamily(
             "dsv4_longest_stood_still_seconds",
             "The longest time that an answer stood still.",
             value=max(mishaps.stood_still_s, default=0.0),
         )
-        ended = CounterMetricFamily(
-            "dsv4_request_success", "Requests that ended, by reason.", labels=["finished_reason"]
-        )
-        for reason, count in tuple(counters.finished.items()):
-            ended.add_metric([reason], count)
-        yield ended
         yield from self._replicas()
 
     def _replicas(self) -> Iterator[Any]:
