@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
-from benchmarks.peers import ALL_HEADS_US, ATTENTION_US, flash_mla_call, flash_mla_modules
+from benchmarks.installed import flash_mla_call, flash_mla_modules, working
+from benchmarks.peers import ALL_HEADS_US, ATTENTION_US
 from benchmarks.timing import measure
 from dsv4.backends import load_backend
 from dsv4.cache.pages import Page
@@ -226,11 +228,19 @@ def make_work(inputs: list[Inputs]) -> Work:
     if shared.batch_invariant:
         peers["not invariant"] = [partial(given.ours, batch_invariant=False) for given in inputs]
     else:
-        for name, module in flash_mla_modules().items():
-            peers[name] = [flash_mla_call(module, given.flash_mla_arguments()) for given in inputs]
+        peers = working(
+            {
+                name: partial(_flash_mla_calls, module, inputs)
+                for name, module in flash_mla_modules().items()
+            }
+        )
     return Work(
         calls=[given.ours for given in inputs], must_move_bytes=shared.moved_bytes, peers=peers
     )
+
+
+def _flash_mla_calls(module: ModuleType, inputs: list[Inputs]) -> list[Call]:
+    return [flash_mla_call(module, given.flash_mla_arguments()) for given in inputs]
 
 
 def relative_error(given: Inputs) -> float:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.installed import index_score_peers
 from benchmarks.peers import INDEX_SCORES_US
 from benchmarks.step_tokens import step_tokens
 from benchmarks.timing import measure
@@ -117,4 +118,8 @@ def _measure(
 
     tables = torch.randperm(arena.shape[0], device="cuda").int().view(sets, requests, blocks)
     moved = key_bytes + q.numel() * q.element_size() + scores.numel() * scores.element_size()
-    return measure(Work(calls=[make_call(table) for table in tables], must_move_bytes=moved))
+    work = Work(calls=[make_call(table) for table in tables], must_move_bytes=moved)
+    if tokens_per_request == 1:
+        heads, width = model.index_heads, model.index_dim
+        work.peers.update(index_score_peers(requests, entries, heads=heads, width=width, sets=sets))
+    return measure(work)

@@ -1,17 +1,10 @@
 """Other libraries that do the same work: what was measured of them in separate runs, each figure
-with its source, and their calls where they are installed."""
+with its source. `installed.py` has their calls, for the same run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
-import torch
-from torch import Tensor
-
-from benchmarks.case import Call
 from dsv4.planning.peers import PEERS
 
 # ---- measured separately ------------------------------------------------------------------------
@@ -182,42 +175,3 @@ ALL_HEADS_US = {
     "flash csa 128+512": {1: 8.5, 4: 12.0, 16: 15.6, 32: 19.7, 64: 28.3, 128: 38.6, 256: 73.3},
     "flash hca 128k 128+1024": {1: 10.4, 16: 18.6, 64: 39.2, 256: 119.5},
 }
-
-
-# ---- their calls --------------------------------------------------------------------------------
-
-# the same kernel and calling convention, as packaged by three projects
-FLASH_MLA_MODULES = {
-    "FlashMLA": "flash_mla.flash_mla_interface",
-    "FlashMLA in vLLM": "vllm.v1.attention.ops.flashmla",
-    "FlashMLA in SGLang": "sgl_kernel.flash_mla",
-}
-
-
-@cache
-def flash_mla_modules() -> dict[str, ModuleType]:
-    """Those that can be imported here."""
-    found = {}
-    for name, module in FLASH_MLA_MODULES.items():
-        try:
-            found[name] = import_module(module)
-        except (ImportError, OSError, RuntimeError):
-            continue
-    return found
-
-
-def flash_mla_call(module: ModuleType, arguments: dict[str, object]) -> Call:
-    """A call with a schedule of its own, which FlashMLA makes when it first runs."""
-    schedule, _ = module.get_mla_metadata()
-
-    def call() -> None:
-        module.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=schedule)
-
-    return call
-
-
-def torch_top_k_call(scores: Tensor, count: int) -> Call:
-    def call() -> None:
-        torch.topk(scores, count, dim=-1)
-
-    return call

@@ -3,7 +3,9 @@ written under benchmarks/results/, case by case. Lines of suites that do not run
 --only, suites whose packages are not installed are left out. So are cases that need more memory
 than the GPU has. A case that fails is reported, and those after it still run. With --seconds no
 case begins later than that, and the file keeps what it has of the others. --compile-only compiles
-what the suites need, beside whatever else the GPU does, and times nothing."""
+what the suites need, beside whatever else the GPU does, and times nothing. --peers runs the suites
+in which other libraries do the same work, and refuses to where none of them can be imported; those
+that can be are timed by every run (benchmarks/peers.md)."""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from pathlib import Path
 import torch
 import triton
 
+from benchmarks import installed
 from benchmarks.case import ANCHORS_ARE_OF, Case, Measurement
 from benchmarks.registry import SUITES
 from benchmarks.timing import Ceilings, compiling, measure_ceilings
@@ -48,11 +51,13 @@ def main() -> int:
     parser.add_argument("--commit", default=current_commit(), help="what the results are of")
     parser.add_argument("--seconds", type=float, help="begin no case later than this")
     parser.add_argument("--compile-only", action="store_true", help="compile, and time nothing")
+    parser.add_argument("--peers", action="store_true", help="suites with calls of other libraries")
     arguments = parser.parse_args()
     until = time.monotonic() + (arguments.seconds or float("inf"))
-    suites = arguments.only.split(",") if arguments.only else list(SUITES)
-    if unknown := [suite for suite in suites if suite not in SUITES]:
-        parser.error(f"no suite {unknown[0]!r}: choose of {', '.join(SUITES)}")
+    offered = installed.SUITES if arguments.peers else tuple(SUITES)
+    suites = arguments.only.split(",") if arguments.only else list(offered)
+    if unknown := [suite for suite in suites if suite not in offered]:
+        parser.error(f"no suite {unknown[0]!r}: choose of {', '.join(offered)}")
     if not arguments.only:
         suites = [suite for suite in suites if can_run(suite)]
     if not torch.cuda.is_available():
@@ -66,6 +71,8 @@ def main() -> int:
         check_gpu(path, gpu)
     except Dsv4Error as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if arguments.peers and not any_peer(suites):
         return 1
     if arguments.compile_only:
         compile_kernels((c for suite in suites for c in SUITES[suite]()), COMPILED_SUITES)
@@ -95,6 +102,21 @@ def main() -> int:
         print(f"\n{len(failed)} cases failed: {', '.join(failed)}", file=sys.stderr)
     print(f"\nwritten to {path}" if path.exists() else "\nnothing was measured")
     return 1 if failed or not path.exists() else 0
+
+
+def any_peer(suites: Sequence[str]) -> bool:
+    """Prints which other libraries are timed in these suites, and why the others are not; whether
+    there is any."""
+    peers = [peer.name for peer in installed.PEERS if not set(suites).isdisjoint(peer.suites)]
+    for name in peers:
+        if name in installed.modules():
+            print(f"in the same run: {name} {installed.version_of(name)}")
+        else:
+            print(f"not here: {name} ({installed.missing()[name]})")
+    if any(name in installed.modules() for name in peers):
+        return True
+    print("no other library to time: benchmarks/peers.md says how to get them", file=sys.stderr)
+    return False
 
 
 def file_name(gpu: str) -> str:
@@ -199,7 +221,7 @@ def make_result(
         parts_launches=found.parts_launches,
         cache_bytes=found.cache_bytes,
         step_bytes=found.step_bytes,
-        note=found.note,
+        note="; ".join(filter(None, (found.note, installed.versions([*found.peers_us])))),
     )
 
 

@@ -67,11 +67,19 @@ def is_compiling() -> bool:
 def measure(work: Work) -> Measurement:
     """Times a case and its peers."""
     timed = time_graph(work.calls)
+    peers_us = dict[str, float]()
+    for name, calls in work.peers.items():
+        try:
+            peers_us[name] = time_graph(calls).microseconds
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # one that cannot be captured must not cost our own time
+            print(f"left out: {name} ({type(error).__name__}: {error})", flush=True)
     return Measurement(
         microseconds=timed.microseconds,
         launches=timed.launches,
         must_move_bytes=work.must_move_bytes,
-        peers_us={name: time_graph(calls).microseconds for name, calls in work.peers.items()},
+        peers_us=peers_us,
     )
 
 

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from benchmarks.case import Case, Measurement, Work
-from benchmarks.peers import TOP_K_US, torch_top_k_call
+from benchmarks.installed import top_k_peers
+from benchmarks.peers import TOP_K_US
 from benchmarks.step_tokens import step_tokens
 from benchmarks.timing import measure
 from dsv4.kernels.top_k import top_k, top_k_workspace_bytes
@@ -52,6 +53,6 @@ def _measure(rows: int, columns: int, count: int) -> Measurement:
         Work(
             calls=[call],
             must_move_bytes=scores.numel() * scores.element_size() + out.numel() * 4,
-            peers={"torch.topk": [torch_top_k_call(scores, count)]},
+            peers=top_k_peers(scores, count),
         )
     )

@@ -119,6 +119,7 @@ def make_parts(
             pool,
             open_plans=lambda: steps.open,
             before_reuse=prefix.notices.before_reuse if prefix else None,
+            note_left=prefix.notices.entries_left if prefix else None,
         )
         make_admission = partial(parts.ResidentAdmission, residency=residency)
         make_steps = partial(parts.ResidentSteps, residency=residency)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from dsv4.ops.calls import (
     Following,
     KeyProjection,
     LayerWeights,
+    Which,
 )
 
 # Launchers choose by the number of tokens, and their choice changes at small numbers and near
@@ -128,7 +129,9 @@ class Warmup:
             if entries is not None and entries.page.apart:
                 for requests in _around_powers(self._buffers.max_requests):
                     batch = self._buffers.on_device["batch"][:requests]
-                    self._backend.stage(lane.staging_of(batch, entries.source))
+                    for which in get_args(Which):
+                        call = lane.chunks.staging_of(handle.layer, 0, batch, which)
+                        self._backend.stage(call)
 
     def _step(self, layer: int, *, tokens: int, most_tokens: int) -> None:
         batch = self._batch(tokens, most_tokens)

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from dsv4.events.wire import (
+    CPU,
     GPU,
     MOST_BLOCKS,
     MOST_TOKENS,
@@ -19,6 +20,8 @@ from dsv4.events.wire import (
 )
 from dsv4.routing.names import block_hash
 
+# a place that consumers know as CPU: the entries of a block whose other bytes are on the device
+ENTRIES = "CPU, entries"
 MOST_GONE = 4_096  # blocks that are nowhere, and whose tokens are remembered
 
 
@@ -35,7 +38,7 @@ class Cached(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Blocks came into a medium (`there`), or left it."""
+    """Blocks came into a medium (`there`), or left it; the medium may be `ENTRIES` too."""
 
     medium: str
     digests: Collection[bytes]
@@ -43,7 +46,7 @@ class Kept(NamedTuple):
 
 
 class Only(NamedTuple):
-    """Of the blocks on the device, these are left."""
+    """Of the blocks on the device, with or without their entries, these are left."""
 
     digests: Collection[bytes]
 
@@ -62,12 +65,21 @@ class _Name(NamedTuple):
     session: str | None
 
 
+def _as_told(medium: str) -> str:
+    return CPU if medium == ENTRIES else medium
+
+
 @dataclass(slots=True)
 class _Block:
     """What consumers know of one block."""
 
     name: _Name | None = None
     media: set[str] = field(default_factory=set)
+
+    @property
+    def told(self) -> list[str]:
+        """The media that consumers know, in alphabetical order."""
+        return sorted(set(map(_as_told, self.media)))
 
 
 class Ledger:
@@ -102,8 +114,11 @@ class Ledger:
                 case Kept(medium, digests, False):
                     self._take(digests, medium, events)
                 case Only(left):
-                    gone = [d for d, each in self._blocks.items() if GPU in each.media]
-                    self._take([digest for digest in gone if digest not in left], GPU, events)
+                    for medium in (GPU, ENTRIES):
+                        gone = [d for d, each in self._blocks.items() if medium in each.media]
+                        self._take(
+                            [digest for digest in gone if digest not in left], medium, events
+                        )
         return events
 
     def everything(self, most_blocks: int) -> Iterator[list[Event]]:
@@ -114,7 +129,7 @@ class Ledger:
         events: list[Event] = [AllBlocksCleared()]
         count = 0
         for each in named:
-            for medium in sorted(each.media):
+            for medium in each.told:
                 assert each.name is not None
                 self._store(each.name, medium, events)
                 count += 1
@@ -134,7 +149,7 @@ class Ledger:
                 ids = run.ids[nth * size : (nth + 1) * size]
                 depth = run.depth + nth
                 block.name = _Name(digest, parent, depth, ids, run.salt, run.session)
-                for medium in sorted(block.media):
+                for medium in block.told:
                     self._store(block.name, medium, events)
             self._put(digest, GPU, events)
             parent = digest
@@ -147,19 +162,20 @@ class Ledger:
         block = self._blocks.get(digest)
         if block is None:
             block = self._blocks[digest] = _Block(self._gone.pop(digest, None))
-        if medium not in block.media:
-            block.media.add(medium)
-            if block.name is not None:
-                self._store(block.name, medium, events)
+        before = block.told
+        block.media.add(medium)
+        if block.name is not None and block.told != before:
+            self._store(block.name, _as_told(medium), events)
 
     def _take(self, digests: Iterable[bytes], medium: str, events: list[Event]) -> None:
         for digest in digests:
             block = self._blocks.get(digest)
             if block is None or medium not in block.media:
                 continue
+            before = block.told
             block.media.remove(medium)
-            if block.name is not None:
-                self._remove(digest, medium, events)
+            if block.name is not None and block.told != before:
+                self._remove(digest, _as_told(medium), events)
             if not block.media:
                 del self._blocks[digest]
                 if block.name is not None:

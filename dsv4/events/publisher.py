@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from dsv4.cache.prefix.observer import NewlyCached, Observer
 from dsv4.cache.prefix.trail import TokenTrail, token_ids
 from dsv4.errors import InvalidInput, require_count, require_timeout, require_type
-from dsv4.events.ledger import Cached, Kept, Only
+from dsv4.events.ledger import ENTRIES, Cached, Kept, Only
 from dsv4.events.sender import EventStats, Sender
 from dsv4.events.wire import CPU, GPU, STORAGE
 from dsv4.tiers.host import HostTier
@@ -74,7 +74,10 @@ class EventPublisher:
             most_waiting=require_count("most_waiting", most_waiting),
         )
         self._sender.start()
-        self._listeners, self._listener = prefix.notices.observers, _Listener(prefix, self._sender)
+        residency = manager._residency
+        away = (lambda block_id: False) if residency is None else residency.places.is_away
+        listener = _Listener(prefix, self._sender, away)
+        self._listeners, self._listener = prefix.notices.observers, listener
         self._listeners.append(self._listener)
         if manager.tiers:
             for tier in manager.tiers.all:
@@ -119,8 +122,10 @@ class _Listener(Observer):
     """Passes what a prefix cache reports on. The cache owns it, and it the sender: both end with
     the manager, if the publisher is not closed before."""
 
-    def __init__(self, prefix: PrefixCache, sender: Sender) -> None:
+    def __init__(self, prefix: PrefixCache, sender: Sender, is_away: Callable[[int], bool]) -> None:
         self._sender, self._block_tokens = sender, prefix.schema.block_tokens
+        self._is_away = is_away  # whether the entries of a block are only in host memory
+        self._digests: dict[int, bytes] = {}  # of cached blocks, as far as they were reported
         self._came_late = len(prefix.index) > 0
         self._unsalted = prefix.trail(token_ids([]), None).root
         self.end = weakref.finalize(self, sender.stop)
@@ -130,26 +135,39 @@ class _Listener(Observer):
             self.landed(new.node, trail)
 
     def landed(self, node: PrefixNode, trail: TokenTrail) -> None:
-        self._name(trail, node.depth, node.depth + 1)
+        self._name(trail, node.depth, [node])
 
     def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """Consumers may not know these: the publisher came later, or they were asked to forget."""
         if match.nodes and (self._came_late or self._sender.has_lost):
-            self._name(trail, 0, len(match.nodes))
+            self._name(trail, 0, match.nodes)
 
     def evicted(self, victims: Sequence[PrefixNode]) -> None:
-        if victims:
-            self._sender.put([Kept(GPU, [node.digest for node in victims], there=False)])
+        if not victims:
+            return
+        digests = [node.digest for node in victims]
+        left = [self._digests.pop(node.block_id, None) for node in victims]
+        self._sender.put([Kept(GPU, digests, there=False)])
+        if any(left):
+            self._sender.put([Kept(ENTRIES, digests, there=False)])
+
+    def entries_left(self, block_ids: Sequence[int]) -> None:
+        found = [self._digests[b] for b in block_ids if b in self._digests]
+        if found:
+            self._sender.put([Kept(ENTRIES, found, there=True)])
 
     def recovered(self, nodes: Collection[PrefixNode]) -> None:
         self._came_late = True  # some may have been cached without a report
+        self._digests = {node.block_id: node.digest for node in nodes}
         self._sender.put([Only(frozenset(node.digest for node in nodes))])
 
-    def _name(self, trail: TokenTrail, first: int, end: int) -> None:
-        """Blocks of a prompt are cached. Not those of a prompt from another machine with a salt
-        that is not known here: consumers would take them for blocks of prompts without one."""
+    def _name(self, trail: TokenTrail, first: int, nodes: Sequence[PrefixNode]) -> None:
+        """Blocks of a prompt are cached, from number `first` on. Not those of a prompt from another
+        machine with a salt that is not known here: consumers would take them for blocks of prompts
+        without one."""
         if trail.tenant.salt is None and trail.root != self._unsalted:
             return
+        end = first + len(nodes)
         run = Cached(
             digests=trail.chain[first:end],
             parent=trail.chain[first - 1] if first else None,
@@ -159,6 +177,10 @@ class _Listener(Observer):
             session=None if trail.hints is None else trail.hints.session,
         )
         self._sender.put([run])
+        self._digests.update((node.block_id, node.digest) for node in nodes)
+        away = [node.digest for node in nodes if self._is_away(node.block_id)]
+        if away:
+            self._sender.put([Kept(ENTRIES, away, there=True)])
 
 
 class _Watcher:

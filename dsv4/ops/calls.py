@@ -335,6 +335,10 @@ class Resolving:
     tokens_per_request: int
 
 
+# of those that a chunk reads: all blocks, those only in host memory, those on the device
+Which = Literal["all", "host", "device"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
     """Copies the entries that the requests of a prefill step see, from `entries` or, where its
@@ -347,7 +351,7 @@ class Staging:
     block_table: Tensor
     host: Tensor
     staged: EntrySource
-    which: Literal["all", "host", "device"] = "all"
+    which: Which = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,9 +80,9 @@ class Secret:
     def offer_mac(self, packed: bytes) -> bytes:
         return _mac(self._offers, [packed], MAC_BYTES)
 
-    def sum(self, block: memoryview) -> bytes:
+    def sum(self, block: Sequence[memoryview]) -> bytes:
         """Takes the place of a checksum of a block that another machine reads."""
-        return _mac(self._sums, [block], SUM_BYTES)
+        return _mac(self._sums, block, SUM_BYTES)
 
     def encrypt(self, digest: bytes, payload: memoryview | bytes) -> tuple[bytes, bytes]:
         """The encrypted payload, and what `decrypt` needs. Each call has a key of its own, so its

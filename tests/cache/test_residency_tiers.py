@@ -3,6 +3,7 @@ both need them. tests/scenarios/test_residency_tiers_random.py compares whole li
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -115,6 +116,27 @@ def test_what_comes_back_of_an_evicted_block_is_only_what_stays_on_the_device():
 def snapshot_bytes(manager: KVCacheManager) -> int:
     assert manager.prefix
     return manager.prefix.pool.layout.row_bytes
+
+
+@pytest.mark.parametrize("spare", [12, 0])
+def test_two_fetches_of_the_same_blocks_do_not_take_one_row_of_host_memory(spare: int):
+    manager, _ = with_host(spare=spare)
+    request = manager.admit_request(IDS[:1300])
+    run(manager, request, 1300)
+    manager.release_request(request)
+    assert manager.tiers.drain(TIMEOUT_S)
+    manager.evict()
+    fetches = [manager.tiers.fetch(IDS[:1300]) for _ in range(2)]
+    until = time.monotonic() + TIMEOUT_S
+    while not all(fetch.poll() for fetch in fetches):
+        assert time.monotonic() < until
+        manager.check_invariants()
+    assert max(fetch.fetched_blocks for fetch in fetches) == 10
+    back = manager.admit_request(IDS[:1300])
+    assert back.reused_tokens == 1280
+    start = back.length
+    assert torch.equal(torch.cat(run(manager, back, 1300)), expected(start, 1300))
+    manager.check_invariants()
 
 
 def test_what_is_computed_again_is_kept_once():

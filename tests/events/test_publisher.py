@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import zmq
 from dsv4 import EventPublisher, InvalidInput, KVCacheManager, OutOfBlocks
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.options import PrefixOptions, zero
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.events import ledger, sender
+from dsv4.routing.names import block_hash
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
+from dsv4.tiers.record import Kind
 from tests.events.consumer import TIMEOUT_S, Consumer, Decoder, Reader, decode
 from tests.events.lives import BLOCK, SCHEMA, Asked, Lives, cached, make
 from tests.support.tiers import PATIENT
@@ -181,6 +185,56 @@ def test_tiers_are_media_of_their_own(
     assert reached >= 4
     assert all(known.media["CPU" if isinstance(t, HostTier) else "STORAGE"] for t in tiers)
     assert len(known.media.get("CPU", ())) <= 12
+
+
+@pytest.mark.parametrize("with_tier", [False, True])
+def test_entries_that_left_the_device_are_in_host_memory_too(
+    with_tier: bool, publish: Any, subscribe: Any, ends: list[Any]
+) -> None:
+    """A hit needs no copy: the block stays on GPU, and is on CPU at once if a tier has it too."""
+    apart = replace(SCHEMA, entries_apart=True)
+    tier = HostTier(5 * (apart.block_bytes + 8192), limits=PATIENT)
+    ends.append(lambda: tier.close(TIMEOUT_S))
+    manager = KVCacheManager(
+        apart,
+        num_blocks=24,
+        max_requests=4,
+        max_step_tokens=512,
+        backend="reference",
+        host_memory=24 * apart.entries_bytes,
+        tiers=[tier] if with_tier else [],
+        prefix=PrefixOptions(policy=zero(), model_id="tiny 1"),
+    )
+    residency = manager._residency
+    assert residency is not None
+    publisher = publish(manager)
+    reader = subscribe(publisher)
+    lives = Lives(manager, 8)
+    away = tiered = 0
+    for nth in range(6):
+        lives.some(4)
+        if nth == 3:
+            manager.recover()
+        known = reader.catch_up(publisher)
+        assert known.trouble == []
+        assert manager.prefix
+        nodes = list(manager.prefix.index.nodes())
+        on_host = {node.digest for node in nodes if residency.places.is_away(node.block_id)}
+        away += len(on_host)
+        keys = [key.digest for key in tier._rows if key.kind is Kind.BLOCK]
+        tiered += len(keys)
+        assert known.media["GPU"] == {block_hash(node.digest) for node in nodes}
+        assert known.media.get("CPU", set()) == {block_hash(d) for d in on_host.union(keys)}
+        late = subscribe(publisher).catch_up(publisher)  # and for who comes late
+        assert late.media == known.media
+    assert away > 10
+    assert (tiered > 10) == with_tier
+    manager.evict()
+    known = reader.catch_up(publisher)
+    assert not known.media["GPU"]
+    assert known.media["CPU"] == {
+        block_hash(key.digest) for key in tier._rows if key.kind is Kind.BLOCK
+    }
 
 
 # ---- what is missed ------------------------------------------------------------------------------

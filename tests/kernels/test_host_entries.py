@@ -139,6 +139,7 @@ def test_chunks_stage_what_the_reference_stages(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(kernels, "STAGE_PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "SIDE_PROGRAMS", programs)
     monkeypatch.setattr(kernels, "PIECE_BYTES", 256)
     machine = Machine(5, record=FORMATS[record])
     page = replace(machine.page, offset_bytes=0)

@@ -260,7 +260,7 @@ class Worlds:
                 part[rows, record % page.rows] = POISON
         for lane in manager.memory.lanes:
             assert lane.entries is not None
-            lane.entries.staging.fill_(POISON)
+            lane.entries.chunks.rows.fill_(POISON)
             lane.entries._rows.fill_(-77)
 
     def live(self, calls: int, *, two: bool) -> None:

@@ -466,6 +466,6 @@ def test_a_key_comes_from_a_file_or_the_environment(
 def test_sums_of_another_key_differ() -> None:
     """Of blocks that another machine reads."""
     block = memoryview(bytes(1000))
-    sums = {Secret(MINE).sum(block), Secret(THEIRS).sum(block), payload_sum([block])}
+    sums = {Secret(MINE).sum([block]), Secret(THEIRS).sum([block]), payload_sum([block])}
     assert len(sums) == 3
     assert {len(each) for each in sums} == {16}

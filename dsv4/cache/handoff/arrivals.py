@@ -17,6 +17,8 @@ from dsv4.cache.handoff.link import Read, Spans
 from dsv4.cache.handoff.offer import PLEDGE_BYTES, Offer
 from dsv4.cache.handoff.side import Side, words
 from dsv4.cache.prefix.trail import Tenant, TokenTrail
+from dsv4.cache.residency.residency import Residency
+from dsv4.cache.transfers.copies import Mark
 from dsv4.errors import OfferError
 from dsv4.tiers.record import Kind, Parts, Record, address, check
 from dsv4.tiers.secret import same
@@ -59,11 +61,13 @@ class Arrivals:
                 "model",
                 "the offer is of other weights or of another pipeline stage: model_id differs",
             )
-        sizes = (offer.block_bytes, offer.state_bytes, len(offer.rows))
-        if sizes != (schema.block_bytes, label.payload_bytes, whole) or not offer.tokens:
+        blocks = (offer.block_bytes, offer.entries_bytes, len(offer.rows))
+        sizes = (*blocks, offer.state_bytes)
+        needed = (schema.block_bytes, schema.entries_bytes, whole, label.payload_bytes)
+        if sizes != needed or not offer.tokens:
             raise OfferError("damaged", f"the offer of {offer.tokens} tokens says sizes {sizes}")
         pieces = (start for start, _ in offer.state_pieces)
-        if max((offer.pledge_at, *offer.rows, *pieces)) >= _ADDRESSES:
+        if max((offer.pledge_at, *offer.rows, *offer.entries, *pieces)) >= _ADDRESSES:
             raise OfferError("damaged", "the offer names an address that no process has")
         return offer
 
@@ -105,7 +109,8 @@ class Arrivals:
         assert cell is not None
         skipped = len(landing.shared)
         wanted = offer.rows[skipped:]
-        own = [side.block_at(block_id) for block_id in landing.block_ids[: len(wanted)]]
+        whole = landing.block_ids[: len(wanted)]
+        own = [side.block_at(block_id) for block_id in whole]
         block_bytes, gpu = offer.block_bytes, offer.gpu
         blocks = Spans(
             rows=[(mine, theirs, block_bytes) for mine, theirs in zip(own, wanted, strict=True)],
@@ -113,10 +118,17 @@ class Arrivals:
             their=("DRAM", 0) if gpu is None else ("VRAM", gpu),
         )
         state = Spans(rows=self._state_spans(row.parts, offer))
+        entries, mark = Spans(rows=[]), side.copies.mark()
+        if side.residency is not None:
+            mark = self._take_host_rows(side.residency, whole)
+            own = [side.entries_at(block_id) for block_id in whole]
+            both = zip(own, offer.entries[skipped:], strict=True)
+            entries = Spans(rows=[(*pair, offer.entries_bytes) for pair in both])
         arrival.skipped_blocks = skipped
-        arrival.read_bytes = sum(span for each in (blocks, state) for *_, span in each.rows)
+        arrival.read_bytes = sum(
+            span for each in (blocks, entries, state) for *_, span in each.rows
+        )
         sums = offer.sums[skipped:] if offer.sums is not None and side.can_sum else None
-        mark = side.copies.mark()
 
         def wrong() -> str | None:
             """Describes what has arrived that is not what was offered; None if nothing."""
@@ -137,7 +149,7 @@ class Arrivals:
         arrival.read = Read(
             peer=offer.link,
             metadata=offer.metadata,
-            spans=(blocks, state),
+            spans=(blocks, entries, state),
             last=Spans(rows=[(side.pledges.at(cell), offer.pledge_at, PLEDGE_BYTES)]),
             note=taken_note(offer.name),
             check=wrong,
@@ -150,6 +162,17 @@ class Arrivals:
             arrival.read = None
             raise
         self.begun += 1
+
+    @staticmethod
+    def _take_host_rows(residency: Residency, block_ids: Sequence[int]) -> Mark:
+        """For entries of blocks in flight; they are free when the mark has passed."""
+        if not residency.copies.take_rows(block_ids):
+            raise OfferError(
+                "busy",
+                f"host memory has no free rows for the entries of {len(block_ids)} blocks, because "
+                f"tiers below are still reading some: accept the offer again later",
+            )
+        return residency.copies.make_mark()
 
     def _state_spans(self, parts: Parts, offer: Offer) -> list[tuple[int, int, int]]:
         """Header and payload of the state, except what is zero there: that is zeroed here."""

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,12 +28,20 @@ from dsv4.cache.state import copy_payload
 from dsv4.cache.stats import HandoffStats
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
-from dsv4.errors import InvalidInput, RequestError, require_count, require_type
+from dsv4.errors import (
+    InvalidInput,
+    OfferError,
+    OutOfBlocks,
+    RequestError,
+    require_count,
+    require_type,
+)
 from dsv4.tiers.record import DIGEST_BYTES, Kind, Label, Record, address, seal
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
 if TYPE_CHECKING:
     from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.residency.residency import Residency
 
 
 class Handoff:
@@ -59,9 +68,11 @@ class Handoff:
             gpu=gpu or 0,
             keeper=arena,
         )
+        residency = manager._residency
+        pools = () if residency is None else (residency.copies.memory,)
         host = [
             Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
-            for memory in (rows.memory, pledges.memory)
+            for memory in (rows.memory, pledges.memory, *pools)
         ]
         link = Link(f"{options.name}-{os.urandom(16).hex()}", [blocks, *host], self.leases.serve)
         weakref.finalize(self, link.close)
@@ -79,6 +90,7 @@ class Handoff:
             copies=Copies(device, rows.memory),
             link=link,
             gpu=gpu,
+            residency=residency,
             can_sum=gpu is None,
             defer=self.guard.defer,
         )
@@ -194,7 +206,7 @@ class Handoff:
             return
         try:
             arrival.request = self._settle(arrival)
-        except RuntimeError as error:  # of the device
+        except (RuntimeError, OutOfBlocks) as error:  # of the device; no row for its entries
             self.arrivals.fail(arrival, "failed", f"the device failed: {error}")
             return
         self.arrivals.note_arrived(arrival)
@@ -236,6 +248,8 @@ class Handoff:
             self._gather(request, row, length, written)
             whole = length // side.schema.block_tokens if side.schema.block_bytes else 0
             block_ids = request.block_ids[:whole]
+            if side.residency is not None:
+                require_in_host(side.residency, block_ids)
             sums = None
             if side.options.sums and side.can_sum:
                 sums = tuple(map(side.sum_of, block_ids))
@@ -263,8 +277,10 @@ class Handoff:
                 pledge=pledge,
                 pledge_at=side.pledges.at(cell),
                 block_bytes=side.schema.block_bytes,
+                entries_bytes=side.schema.entries_bytes,
                 gpu=side.gpu,
                 rows=tuple(map(side.block_at, block_ids)),
+                entries=tuple(map(side.entries_at, block_ids)) if side.residency else (),
                 generations=generations,
                 sums=sums,
                 state_pieces=tuple((address(p), p.nbytes) for p in row.parts.pieces),
@@ -291,11 +307,14 @@ class Handoff:
         side = self.side
         schema, layout = side.schema, side.labels.state
         slot = side.copies.host_bytes(schema.slot_bytes)
-        block = side.copies.host_bytes(schema.block_bytes)
+        block = side.copies.host_bytes(schema.block_bytes + schema.entries_bytes)
         rows = [(side.slot_arena[request.slot], slot)]
         if length % schema.block_tokens and schema.block_bytes:
             block_id = request.block_ids[length // schema.block_tokens]
-            rows.append((side.block_arena[block_id], block))
+            rows.append((side.block_arena[block_id], block[: schema.block_bytes]))
+            if side.residency is not None:
+                entries = side.residency.entries_of(block_id)
+                rows.append((entries, block[schema.block_bytes :]))
         side.copies.down_into(rows).wait()
         payload = np.empty(layout.payload_bytes, dtype=np.uint8)
         layout.gather(slot.numpy(), block.numpy(), length, payload, written=written)
@@ -361,6 +380,18 @@ class Handoff:
             tokens_arrived=arrivals.read_tokens,
             bytes_read=arrivals.read_bytes,
             blocks_skipped=arrivals.skipped_blocks,
+        )
+
+
+def require_in_host(residency: Residency, block_ids: Sequence[int]) -> None:
+    """Waits until the entries of these blocks have reached host memory, from where others read
+    them. Raises OfferError for those that do not."""
+    missing = residency.copies.bring_down(block_ids)
+    if missing:
+        raise OfferError(
+            "busy",
+            f"entries of {len(missing)} of {len(block_ids)} blocks are not in host memory, because "
+            f"their copies failed or no row is free there: offer the request again later",
         )
 
 

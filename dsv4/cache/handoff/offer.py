@@ -11,12 +11,13 @@
         56      8  tokens of the prompt                     bytes of link, metadata, words, ids
         64     32  content fingerprint          344         the lists
         96     32  hash of the model_id                     the signature, if there is one
-       128      8  zeros                        end-16  16  xxh3-128 of all before
+       128      8  bytes of a block's entries   end-16  16  xxh3-128 of all before
        136     32  root of the digests
 
-The lists, one after the other: per block its address (8 bytes) and its generation (8), the sums of
-the blocks (16 each, if flag 2 is set), address and length of each piece of the state's record, the
-link's name and metadata, words about the schema, and the token ids (4 each, if flag 1 is set).
+The lists, one after the other: per block its address (8 bytes) and its generation (8), where
+entries lie apart the address of those (8), the sums of the blocks (16 each, if flag 2 is set),
+address and length of each piece of the state's record, the link's name and metadata, words about
+the schema, and the token ids (4 each, if flag 1 is set).
 Numbers are little-endian.
 
 The name is a secret: anyone who knows it may report that the offer was taken. Version 1 had an
@@ -54,14 +55,15 @@ MOST_WORDS_BYTES = 4096
 MOST_SIGNATURE_BYTES = 4096
 _HAS_IDS, _HAS_SUMS, _ON_GPU = 1, 2, 4
 _START = struct.Struct("<8sHHIQ")
-_FIELDS = struct.Struct(f"<8sHHIQ{NAME_BYTES}sQQ32s32s8x32s32s32s64sQQQ6I")
+_FIELDS = struct.Struct(f"<8sHHIQ{NAME_BYTES}sQQ32s32sQ32s32s32s64sQQQ6I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """One request of one owner, as it was when it was offered. `root`, `prompt_tokens` and `ids`
     are None where the owner does not know the ids of its tokens; `sums` where the blocks are on a
-    GPU, number `gpu`."""
+    GPU, number `gpu`. Where entries are apart, `entries` are their addresses, in host memory.
+    """
 
     name: bytes
     tokens: int
@@ -75,8 +77,10 @@ class Offer:
     pledge: bytes
     pledge_at: int
     block_bytes: int
+    entries_bytes: int
     gpu: int | None
     rows: tuple[int, ...]
+    entries: tuple[int, ...]
     generations: tuple[int, ...]
     sums: tuple[bytes, ...] | None
     state_pieces: tuple[tuple[int, int], ...]
@@ -91,7 +95,7 @@ class Offer:
         ids = b"" if self.ids is None else self.ids.astype("<i4").tobytes()
         lists = b"".join(
             (
-                np.array([self.rows, self.generations], dtype="<u8").tobytes(),
+                np.array([*self.rows, *self.generations, *self.entries], dtype="<u8").tobytes(),
                 b"".join(self.sums or ()),
                 np.array(self.state_pieces, dtype="<u8").tobytes(),
                 *(link, self.metadata, words, ids),
@@ -103,7 +107,7 @@ class Offer:
         fields = _FIELDS.pack(
             *(MAGIC, OFFER_VERSION, flags, self.gpu or 0),
             *(_FIELDS.size + len(lists), self.name, self.tokens),
-            *(self.prompt_tokens or 0, self.fingerprint, self.model),
+            *(self.prompt_tokens or 0, self.fingerprint, self.model, self.entries_bytes),
             *(self.root or bytes(DIGEST_BYTES), self.state_digest, self.state_parent),
             *(self.pledge, self.pledge_at, self.block_bytes, self.state_bytes),
             *(*counts, len(words), len(ids)),
@@ -143,9 +147,9 @@ class Offer:
                 f"have the key that this side has (PrefixOptions.key, HandoffOptions.verify)",
             )
         fields = _FIELDS.unpack_from(packed)
-        name, tokens, prompt_tokens, fingerprint, model, root = fields[5:11]
-        digest, parent, pledge, pledge_at, block_bytes, state_bytes = fields[11:17]
-        blocks, pieces, link_bytes, metadata_bytes, word_bytes, id_bytes = fields[17:]
+        name, tokens, prompt_tokens, fingerprint, model, entries_bytes, root = fields[5:12]
+        digest, parent, pledge, pledge_at, block_bytes, state_bytes = fields[12:18]
+        blocks, pieces, link_bytes, metadata_bytes, word_bytes, id_bytes = fields[18:]
         for what, count, most in (
             ("tokens", tokens, MOST_TOKENS),
             ("blocks", blocks, MOST_BLOCKS),
@@ -157,7 +161,8 @@ class Offer:
             if count > most:
                 raise OfferError("damaged", f"{count} {what} in an offer, at most {most} are read")
         has_sums, has_ids = bool(flags & _HAS_SUMS), bool(flags & _HAS_IDS)
-        spans = [8 * blocks, 8 * blocks, SUM_BYTES * blocks * has_sums, 16 * pieces]
+        spans = [8 * blocks, 8 * blocks, 8 * blocks * bool(entries_bytes)]
+        spans += [SUM_BYTES * blocks * has_sums, 16 * pieces]
         spans += [link_bytes, metadata_bytes, word_bytes, id_bytes]
         if _FIELDS.size + sum(spans) != signed or id_bytes != 4 * tokens * has_ids:
             raise OfferError("damaged", "the lists of the offer do not add up to its length")
@@ -165,7 +170,7 @@ class Offer:
         for span in spans:
             cut.append(packed[at : at + span])
             at += span
-        listed = np.frombuffer(cut[3], "<u8").reshape(-1, 2)
+        listed = np.frombuffer(cut[4], "<u8").reshape(-1, 2)
         return Offer(
             name=name,
             tokens=tokens,
@@ -179,17 +184,19 @@ class Offer:
             pledge=pledge,
             pledge_at=pledge_at,
             block_bytes=block_bytes,
+            entries_bytes=entries_bytes,
             gpu=gpu if flags & _ON_GPU else None,
             rows=tuple(np.frombuffer(cut[0], "<u8").tolist()),
             generations=tuple(np.frombuffer(cut[1], "<u8").tolist()),
-            sums=tuple(cut[2][n : n + SUM_BYTES] for n in range(0, len(cut[2]), SUM_BYTES))
+            entries=tuple(np.frombuffer(cut[2], "<u8").tolist()),
+            sums=tuple(cut[3][n : n + SUM_BYTES] for n in range(0, len(cut[3]), SUM_BYTES))
             if has_sums
             else None,
             state_pieces=tuple((start, span) for start, span in listed.tolist()),
-            link=_printable(cut[4]),
-            metadata=cut[5],
-            words=_printable(cut[6]),
-            ids=np.frombuffer(cut[7], "<i4").astype(np.int32) if has_ids else None,
+            link=_printable(cut[5]),
+            metadata=cut[6],
+            words=_printable(cut[7]),
+            ids=np.frombuffer(cut[8], "<i4").astype(np.int32) if has_ids else None,
         )
 
 

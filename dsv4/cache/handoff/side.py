@@ -13,10 +13,11 @@ from dsv4.cache.handoff.link import Link, Where
 from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.handoff.rows import Pledges, StateRows
 from dsv4.cache.requests import RequestTable
+from dsv4.cache.residency.residency import Residency
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
-from dsv4.tiers.record import payload_sum
+from dsv4.tiers.record import address, payload_sum
 from dsv4.tiers.secret import MAC_BYTES, Secret, same
 
 
@@ -37,6 +38,7 @@ class Side:
     copies: Copies
     link: Link
     gpu: int | None  # where blocks are
+    residency: Residency | None  # where entries are kept apart
     can_sum: bool  # blocks are in host memory, where checksums of them can be computed
     defer: Callable[[object], None]
 
@@ -48,10 +50,17 @@ class Side:
         """The address of a block."""
         return self.block_arena.data_ptr() + block_id * self.schema.block_bytes
 
+    def entries_at(self, block_id: int) -> int:
+        """The address of its entries, in host memory."""
+        assert self.residency is not None
+        return address(self.residency.copies.piece(block_id))
+
     def sum_of(self, block_id: int) -> bytes:
         """Of a block in host memory: a checksum, or with a key a MAC."""
-        block = self.block_bytes(block_id)
-        return payload_sum([block]) if self.secret is None else self.secret.sum(block)
+        block = [self.block_bytes(block_id)]
+        if self.residency is not None:
+            block.append(self.residency.copies.piece(block_id))
+        return payload_sum(block) if self.secret is None else self.secret.sum(block)
 
     def sign(self, packed: bytes) -> bytes:
         """The signature of an offer: what `HandoffOptions.sign` makes, then the MAC of the key."""
@@ -69,7 +78,7 @@ class Side:
         return verify is None or verify(packed, signature)
 
     def block_bytes(self, block_id: int) -> memoryview:
-        """A block in host memory."""
+        """A block in host memory, without entries that are apart."""
         row: NDArray[np.uint8] = self.block_arena[block_id].numpy()
         return row.data
 
@@ -77,7 +86,8 @@ class Side:
 def words(schema: CacheSchema) -> str:
     """What people need in order to see why two schemas differ."""
     formats = (schema.entry_format, schema.window_format, schema.index_format)
+    apart = ", entries apart (host_memory)" if schema.entries_bytes else ""
     return (
         f"{schema.model.name}, {len(schema.layers)} layers, block_tokens={schema.block_tokens}, "
-        f"hca_state={schema.hca_state}, formats {' '.join(each.name for each in formats)}"
+        f"hca_state={schema.hca_state}, formats {' '.join(each.name for each in formats)}{apart}"
     )

@@ -59,6 +59,10 @@ class Observer:
     def left(self, victims: Sequence[PrefixNode], cause: Cause) -> None:
         """The same, and why."""
 
+    def entries_left(self, block_ids: Sequence[int]) -> None:
+        """Entries of these blocks, cached or not, are only in host memory now
+        (docs/residency.md)."""
+
     def refused(self, digest: bytes, tier: str) -> None:
         """A tier had a block with this digest, but its bytes are not what they should be."""
 
@@ -99,6 +103,10 @@ class Notices:
         for observer in self.observers:
             observer.evicted(victims)
             observer.left(victims, cause)
+
+    def entries_left(self, block_ids: Sequence[int]) -> None:
+        for observer in self.observers:
+            observer.entries_left(block_ids)
 
     def refused(self, digest: bytes, tier: str) -> None:
         for observer in self.observers:

@@ -4,6 +4,7 @@ device, and what a slot has fetched is forgotten."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.residency.residency import Residency
+
+if TYPE_CHECKING:
+    from dsv4.cache.handoff.arrival import Arrival
 
 
 class ResidentAdmission(Admission):
@@ -53,6 +57,22 @@ class ResidentAdmission(Admission):
             request = super()._after(match, trail, fill_both)
         residency.settle(request.block_ids[len(shared) :][: len(rows)], rows, len(shared))
         residency.places.touch(shared)
+        return request
+
+    def arrived(self, arrival: Arrival, slot_bytes: Tensor, block_bytes: Tensor) -> Request:
+        residency, table, landing = self._residency, self._table, arrival.landing
+        slot, block_ids = table.holdings[arrival].slot, [*landing.shared, *landing.block_ids]
+        assert slot is not None
+        is_inside = arrival.tokens % self._schema.block_tokens > 0
+        with residency.lending(int(is_inside), keep=block_ids) as rows:
+            residency.forget_hot(slot)
+            if block_ids:
+                residency.tables.publish(slot, 0, block_ids, rows)
+            self._lent = rows
+            request = super().arrived(arrival, slot_bytes, block_bytes)
+        residency.begin(request)
+        residency.settle(block_ids[len(block_ids) - len(rows) :], rows, len(block_ids) - 1)
+        residency.places.touch(landing.shared)
         return request
 
     def _enter(self, request: Request) -> Request:

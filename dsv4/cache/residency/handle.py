@@ -14,6 +14,7 @@ from dsv4.cache.batch import Batch
 from dsv4.cache.handle import EntryRecords, LayerCacheHandle
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.repeats import Key, Repeats
+from dsv4.cache.residency.chunks import Group
 from dsv4.cache.views import ClassicalView
 from dsv4.cache.workspace import Workspace
 from dsv4.errors import InvalidInput, SchemaMismatch
@@ -33,6 +34,8 @@ class ResidentHandle(LayerCacheHandle):
         assert apart is not None
         assert lane_entries is not None
         self._apart, self._lane_entries = apart, lane_entries
+        self._chunks = lane_entries.chunks
+        self._is_apart = memory.entries is not None and memory.entries.page.apart
         self._repeats = Repeats(
             backend,
             (
@@ -68,7 +71,7 @@ class ResidentHandle(LayerCacheHandle):
 
     def _require_on_device(self, what: str) -> None:
         """SchemaMismatch for a layer whose entries may be in host memory."""
-        if self.memory.entries is not None and self.memory.entries.page.apart:
+        if self._is_apart:
             raise SchemaMismatch(
                 f"entries of layer {self.layer} may be in host memory, where only attend finds "
                 f"them: {what} needs a manager without host_memory"
@@ -102,23 +105,29 @@ class ResidentHandle(LayerCacheHandle):
                 self._apart.lost.update(batch.shape.slots.tolist())
                 raise
             return
-        groups = None if batch.is_decode else self._lane_entries.staged_groups(batch)
+        groups = self._chunks.groups_of(batch) if self._is_apart else None
         if groups is not None and call_key[0] == "attend":
             if len(groups) > 1:  # where one ends and the next begins is not in the key
                 for call in build():
                     call()
                 return
-            call_key = (*call_key, "staged")
+            call_key = (*call_key, "staged", self._chunks.bring(self.backend, self.layer, 0))
         super()._repeated(batch, call_key, given, build, begin=begin)
 
     def _attend_calls(self, batch: Batch, *given: Any) -> list[partial[None]]:
         calls = super()._attend_calls(batch, *given)
-        if self.memory.entries is None or not self.memory.entries.page.apart:
+        if not self._is_apart:
             return calls
         (attention,) = calls[0].args
         if batch.is_decode:
             return self._fetching(batch, attention)
-        return self._staging(batch, attention) or calls
+        groups = self._chunks.groups_of(batch)
+        if groups is None:
+            return calls
+        if len(groups) == 1:  # and it is there
+            half = self._chunks.half_of(self.layer, 0)
+            return [partial(self.backend.attend, self._reading(attention, half))]
+        return [partial(self._attend_group, attention, *each) for each in enumerate(groups)]
 
     def _fetching(self, batch: Batch, attention: Attention) -> list[partial[None]]:
         """A decode batch fetches the entries that it selected and that are not on the device."""
@@ -137,25 +146,20 @@ class ResidentHandle(LayerCacheHandle):
             partial(self.backend.attend, found),
         ]
 
-    def _staging(self, batch: Batch, attention: Attention) -> list[partial[None]]:
-        """A prefill batch brings up all entries of its requests; nothing if they are on the
-        device."""
-        source, indices = attention.entries, attention.indices
-        assert source is not None
-        assert indices is not None
-        calls: list[partial[None]] = []
-        groups = self._lane_entries.staged_groups(batch) or ()
-        for requests, tokens in groups:
-            staging = self._lane_entries.staging_of(batch.request_rows[requests], source)
-            part = replace(attention, entries=staging.staged)
-            if len(groups) > 1:
-                part = replace(
-                    part,
-                    q=attention.q[tokens],
-                    tokens=attention.tokens[tokens],
-                    indices=indices[tokens],
-                    out=attention.out[tokens],
-                    lse=attention.lse[tokens],
-                )
-            calls += [partial(self.backend.stage, staging), partial(self.backend.attend, part)]
-        return calls
+    def _reading(self, attention: Attention, half: int) -> Attention:
+        """What a chunk reads was brought to one place."""
+        return replace(attention, entries=self._chunks.staged(self.layer, half))
+
+    def _attend_group(self, attention: Attention, nth: int, group: Group) -> None:
+        """Those requests of a batch whose entries find room together."""
+        assert attention.indices is not None
+        half, (_, tokens) = self._chunks.bring(self.backend, self.layer, nth), group
+        part = replace(
+            self._reading(attention, half),
+            q=attention.q[tokens],
+            tokens=attention.tokens[tokens],
+            indices=attention.indices[tokens],
+            out=attention.out[tokens],
+            lse=attention.lse[tokens],
+        )
+        self.backend.attend(part)

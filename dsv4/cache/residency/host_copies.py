@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ class HostCopies:
         self._running: deque[tuple[Mark, list[tuple[int, int]]]] = deque()
         self._early: Mark | None = None  # of copies that count as arrived, and may still be running
         if isinstance(places.hosts, SharedHostRows):
-            places.hosts.make_mark = self._make_mark
+            places.hosts.make_mark = self.make_mark
 
     def ask(self, block_id: int) -> None:
         """Asks for a copy of a complete block, once: after the first copy has arrived the block may
@@ -122,11 +123,39 @@ class HostCopies:
         early = [] if self._early is None else [self._early]
         return [*early, *(mark for mark, _ in self._running)]
 
-    def _make_mark(self) -> Mark:
+    def make_mark(self) -> Mark:
         """A mark that is passed when everything that the device does with host memory now, on any
         stream, is over."""
         self.hold_back()
         return self._copies.mark()
+
+    # ---- for other machines ----------------------------------------------------------------------
+
+    @property
+    def memory(self) -> memoryview:
+        """All of host memory that is for entries."""
+        return self._pool.memory
+
+    def piece(self, block_id: int) -> memoryview:
+        """A block's row of host memory."""
+        return self._pool.piece(int(self._hosts.row_of[block_id]))
+
+    def bring_down(self, block_ids: Sequence[int]) -> list[int]:
+        """Waits until the entries of these complete blocks are in host memory, where they stay as
+        long as the blocks are held. Returns those that do not get there."""
+        self.hasten()
+        self.wait()
+        return [block_id for block_id in block_ids if not self._places.in_host[block_id]]
+
+    def take_rows(self, block_ids: Sequence[int]) -> bool:
+        """Takes rows for entries of blocks in flight, which may be written to when `make_mark` has
+        passed. Returns whether there are enough. If entries do not arrive, their blocks are free
+        again."""
+        for block_id in block_ids:
+            if not self._hosts.take(block_id):
+                return False
+            self._places.in_host[block_id] = True
+        return True
 
     # ---- after an interrupt, and looking ---------------------------------------------------------
 

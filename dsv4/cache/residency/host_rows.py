@@ -120,14 +120,19 @@ class SharedHostRows(HostRows):
         if not self.is_lent(row):
             self._add_free(row)
 
-    def take_over(self, block_id: int, loan: Loan) -> None:
-        """Gives the block the row of a record that has the same bytes."""
-        if self.row_of[block_id] == loan.row:
-            return
+    def take_over(self, block_id: int, loan: Loan) -> bool:
+        """The block has the row of a record, whose bytes are its own. If another block with the
+        same bytes has that row, it gets a row with a copy; returns whether there was one."""
         assert not loan.over
-        assert self._block_of[loan.row] == NO_ROW
-        self.part(block_id)
-        self._own(block_id, loan.row)
+        if self._block_of[loan.row] == NO_ROW:
+            self.part(block_id)
+            self._own(block_id, loan.row)
+        elif self.row_of[block_id] != loan.row:
+            if not self.take_quiet(block_id):
+                return False
+            start = int(self.row_of[block_id]) * self._width
+            self.memory[start : start + self._width] = loan.memory
+        return True
 
     def _own(self, block_id: int, row: int) -> None:
         self.row_of[block_id], self._block_of[row] = row, block_id

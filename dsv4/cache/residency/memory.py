@@ -3,7 +3,7 @@ the table that maps blocks to them, and hot rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
 from dsv4.cache.hot_rows import HotLayout
-from dsv4.cache.pages import Page
+from dsv4.cache.residency.chunks import ChunkEntries
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.schema import CacheSchema
-from dsv4.ops.calls import EntrySource, HotRows, Resolving, Staging
+from dsv4.ops.calls import EntrySource, HotRows, Resolving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +120,8 @@ class EntriesMemory:
 
 
 class LaneEntries:
-    """The memory that one open plan has for entries: for a decode batch, where the selected ones
-    are; for a prefill batch, all that its requests see in one layer.
-
-    These lie in `staging` uint8 [blocks, bytes], which layers use in turn; `table` int32
-    [max_requests, blocks per request] says where in it the blocks of each request are.
-    """
+    """What one open plan has to itself for entries: where a decode batch finds the selected ones,
+    and `chunks`, what a prefill batch reads."""
 
     def __init__(
         self, memory: EntriesMemory, block_table: Tensor, pool: HostPool | None, *, max_tokens: int
@@ -140,26 +136,24 @@ class LaneEntries:
         most = schema.max_decode_tokens * top_k
         self._misses = torch.empty((requests, most, 2), dtype=torch.int32, device=device)
         self._miss_count = torch.empty(requests, dtype=torch.int32, device=device)
-        blocks = schema.max_blocks_per_request
-        row_bytes = -(-memory.layout.staged_bytes // blocks)
-        row_bytes = -(-row_bytes // schema.align_bytes) * schema.align_bytes
-        self.staging = torch.empty((blocks, row_bytes), dtype=torch.uint8, device=device)
-        self.table = torch.full_like(block_table, -1)
-        self._ramp = torch.arange(blocks, dtype=torch.int32, device=device)
-        # a prefill batch that stages entries: the requests that are staged together, as slices of
-        # its rows of requests and of tokens
-        self._staged: tuple[Batch, list[tuple[slice, slice]]] | None = None
+        self.chunks = ChunkEntries(
+            schema,
+            memory.arena.bytes,
+            (memory.table, self._host_table),
+            self._host,
+            unit_bytes=memory.layout.staged_bytes,
+        )
+
+    @property
+    def _own(self) -> tuple[Tensor, ...]:
+        return self._rows, self._misses, self._miss_count, *self.chunks.tensors
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        own = self._rows, self._misses, self._miss_count, self.staging, self.table, self._ramp
-        return own if self._host is None else (*own, self._host)
+        return self._own if self._host is None else (*self._own, self._host)
 
     def memory_bytes(self) -> int:
-        own = self._rows, self._misses, self._miss_count, self.staging, self.table, self._ramp
-        return sum(tensor.numel() * tensor.element_size() for tensor in own)
-
-    # ---- a decode batch ------------------------------------------------------------------------
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._own)
 
     def resolving(self, batch: Batch, source: EntrySource, selected: Tensor) -> Resolving:
         """What finds the entries that a layer reads; afterwards its `rows` say where they are."""
@@ -178,48 +172,4 @@ class LaneEntries:
             miss_count=self._miss_count,
             # the most of any step, because a captured graph replays this call for others
             tokens_per_request=self._memory.schema.max_decode_tokens,
-        )
-
-    # ---- a prefill batch -----------------------------------------------------------------------
-
-    def stage_batch(self, batch: Batch, blocks: list[int]) -> None:
-        """The requests of this batch will read from the staging, each this many blocks. As many of
-        them as fit are staged together."""
-        groups: list[tuple[slice, slice]] = []
-        first, used, most = 0, 0, len(self._ramp)
-        first_rows = [*batch.shape.first_rows.tolist(), batch.num_tokens]
-        for nth, (slot, count) in enumerate(zip(batch.shape.slots.tolist(), blocks, strict=True)):
-            if used + count > most:
-                groups.append((slice(first, nth), slice(first_rows[first], first_rows[nth])))
-                first, used = nth, 0
-            self.table[slot, :count] = self._ramp[used : used + count]
-            used += count
-        last = len(blocks)
-        groups.append((slice(first, last), slice(first_rows[first], first_rows[last])))
-        self._staged = batch, groups
-
-    def forget(self) -> None:
-        self._staged = None
-
-    def staged_groups(self, batch: Batch) -> list[tuple[slice, slice]] | None:
-        """Which requests are staged together: slices of the batch's rows of requests and of tokens.
-        None for a batch that stages nothing."""
-        if self._staged is None or self._staged[0] is not batch:
-            return None
-        return self._staged[1]
-
-    def staging_of(self, rows: Tensor, source: EntrySource) -> Staging:
-        """What copies one layer's entries of the requests in `rows` of a batch to the staging; they
-        are read from its `staged`."""
-        assert self._host is not None
-        staged_page: Page = replace(source.page, offset_bytes=0)
-        staged = EntrySource(
-            arena=self.staging, page=staged_page, block_table=self.table, ratio=source.ratio
-        )
-        return Staging(
-            batch=rows,
-            entries=source,
-            block_table=self._host_table,
-            host=self._host,
-            staged=staged,
         )

@@ -52,6 +52,10 @@ class EntryPlaces:
         """Blocks with a row."""
         return len(self._order)
 
+    def is_away(self, block_id: int) -> bool:
+        """Whether the entries of a block are only in host memory."""
+        return bool(self.in_host[block_id]) and self.row_of[block_id] == NO_ROW
+
     def take(self, count: int) -> list[int]:
         """Takes free rows; there must be that many."""
         assert count <= self.free

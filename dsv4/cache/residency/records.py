@@ -71,9 +71,11 @@ class SharedLanding:
             return None
         return self._hosts.lend(self._block_id)
 
-    def take_over(self, loan: Loan) -> None:
-        self._hosts.take_over(self._block_id, loan)
-        self._residency.places.in_host[self._block_id] = True
+    def take_over(self, loan: Loan) -> bool:
+        is_there = self._hosts.take_over(self._block_id, loan)
+        if is_there:
+            self._residency.places.in_host[self._block_id] = True
+        return is_there
 
     def whole(self) -> Rows | None:
         if not self._hosts.take_quiet(self._block_id):

@@ -70,12 +70,14 @@ class Residency:
         *,
         open_plans: Callable[[], Sequence[ForwardPlan]],
         before_reuse: Callable[[], None] | None,
+        note_left: Callable[[Sequence[int]], None] | None,
     ) -> None:
         schema, entries = table.schema, memory.entries
         assert entries is not None
         self._table, self._memory, self._entries, self._pool = table, memory, entries, pool
         self._open_plans = open_plans
         self._before_reuse = before_reuse  # makes what comes next wait for copies to tiers
+        self._note_left = note_left  # which blocks' entries have left the device
         self._block_tokens = schema.block_tokens
         self.places, self._hosts = places, places.hosts
         self.copies = HostCopies(places, pool, entries.arena.bytes, memory.device)
@@ -143,6 +145,8 @@ class Residency:
             self._before_reuse()
         for block_id in victims:
             self._leave(block_id)
+        if victims and self._note_left is not None:
+            self._note_left(victims)
         if places.free < count:
             raise OutOfBlocks(
                 needed=count,
@@ -319,7 +323,6 @@ class Residency:
         """Plans which entries a prefill batch stages, if some that it reads have left the
         device."""
         assert lane.entries is not None
-        lane.entries.forget()
         lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
         # a replay may end in the middle of a block that was complete before
         read = -(-batch.ends // self._block_tokens)
@@ -331,7 +334,7 @@ class Residency:
         )
         if is_away:
             self.copies.hold_back()
-            lane.entries.stage_batch(batch, read.tolist())
+            lane.entries.chunks.begin(batch, read.tolist())
 
     def note_commit(self, plan: ForwardPlan) -> None:
         """Asks for copies of the blocks that the step has completed; frees rows that were for
@@ -404,6 +407,9 @@ class Residency:
         records are forgotten; copies begin again."""
         self.copies.forget()
         self.tables.forget()
+        for lane in self._memory.lanes:
+            assert lane.entries is not None
+            lane.entries.chunks.forget_held()
         cached = [node.block_id for node in nodes]
         ends: dict[Request, int] = {}
         for plan in open_plans:
@@ -420,6 +426,9 @@ class Residency:
             if request in ends:
                 self._open_from[request.slot] = whole * self._block_tokens
                 self._open_until[request.slot] = last * self._block_tokens
+        for holding in self._table.holdings.values():  # others read them, or write to them
+            kept.update(holding.block_ids, holding.landing)
+            complete.update(holding.block_ids)
         self.places.rebuild(kept)
         for block_id in self.places.with_rows():
             if block_id in complete and not self.places.in_host[block_id]:

@@ -58,11 +58,6 @@ def require_fits(schema: CacheSchema, options: ManagerOptions, *, num_blocks: in
             "host_memory is for entries that are kept apart: build the schema with "
             "entries_apart=True (dsv4.Cache does)"
         )
-    if options["handoff"] is not None:
-        raise InvalidInput(
-            "a hand-off reads entries from the device, and with host_memory they may be elsewhere: "
-            "leave one of them out (docs/residency.md)"
-        )
     needed = num_blocks * schema.entries_bytes
     if needed > host_memory:
         raise InvalidInput(

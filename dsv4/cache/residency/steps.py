@@ -30,6 +30,8 @@ class ResidentSteps(Steps):
         self, lane: Lane, step: StepTokens, accepted: Tensor | None, options: PlanOptions
     ) -> ForwardPlan:
         residency = self._residency
+        assert lane.entries is not None
+        lane.entries.chunks.end()
         taken = residency.take_step(step, None if step.before is None else step.before.plan)
         try:
             plan = super()._plan(lane, step, accepted, options)

@@ -227,8 +227,9 @@ class Landing(Protocol):
     def lend(self) -> Loan | None:
         """Memory for the end of a record that is brought from below; None if there is none now."""
 
-    def take_over(self, loan: Loan) -> None:
-        """A record is there, and what is not its loan is about to be copied."""
+    def take_over(self, loan: Loan) -> bool:
+        """A record is there, and what is not its loan is about to be copied. Whether there is
+        memory for the loan, if a block in flight of the same tokens has its own already."""
 
     def whole(self) -> Rows | None:
         """Where a record without a loan arrives; None without memory for it."""

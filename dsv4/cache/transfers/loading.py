@@ -266,8 +266,7 @@ class Loading:
             return item.target
         if item.row.loan is None:
             return item.landing.whole()
-        item.landing.take_over(item.row.loan)
-        return item.target
+        return item.target if item.landing.take_over(item.row.loan) else None
 
     def _end_copy(self, mark: Mark, items: Sequence[Incoming]) -> None:
         if not mark.passed:
