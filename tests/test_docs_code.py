@@ -82,6 +82,16 @@ def test_pages_that_run_elsewhere_do() -> None:
         assert Path(page).name in (ROOT / test).read_text("utf-8")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_in_fences(page: str) -> None:
+    """What is only indented would be code that nothing here looks at."""
+    text = BLOCK.sub("", (ROOT / page).read_text("utf-8"))
+    for found in re.finditer(r"\n\n(?=    )", text):
+        before = text[: found.start()].rstrip().rpartition("\n")[2]
+        in_a_list = re.match(r"\s*(?:[-*]|\d+\.) |  ", before)
+        assert in_a_list, text[found.end() :].partition("\n")[0]
+
+
 def test_python_that_does_not_run_parses() -> None:
     for page in pages_with("python"):
         for block in blocks(page):

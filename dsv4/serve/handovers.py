@@ -84,7 +84,7 @@ class Handovers:
 
     def _accept(self, job: Job, offer: bytes) -> None:
         try:
-            arrival = self._manager.handoff.accept(offer)
+            arrival = self._manager.handoff.accept(offer, hints=job.hints)
         except (OutOfBlocks, OutOfSlots):
             return  # later, while the offer stands
         except Dsv4Error as error:

@@ -419,8 +419,7 @@ class Books:
         self.held.append(row)
         loan: Loan | None = row.loan
         assert loan is not None
-        if block not in self.block_of and not loan.is_needed:
-            self.hosts.take_over(block, loan)
+        if block not in self.block_of and self.hosts.take_over(block, loan):
             self.block_of[block] = self.labels.index(wanted)
 
     def quiet(self) -> None:

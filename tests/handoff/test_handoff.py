@@ -16,6 +16,7 @@ import torch
 
 from dsv4.cache.handoff.offer import Offer
 from dsv4.cache.handoff.options import HandoffOptions
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.options import PrefixOptions, zero
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.schema import HcaState
@@ -624,3 +625,23 @@ def test_metrics_tell_of_it(owner: Stack, taker: Stack):
     text = prometheus_text(owner.manager) + prometheus_text(taker.manager)
     assert 'dsv4_handoff_offers_total{what="made"}' in text
     assert 'dsv4_handoff_requests_total{what="arrived"}' in text
+
+
+# ---- hints ---------------------------------------------------------------------------------------
+
+
+def test_the_taker_says_what_is_worth_keeping_there(owner: Stack, taker: Stack):
+    text, hints = Text.random(owner, 77, TOKENS), Hints(session="chat", priority=3, ttl_s=60)
+    request = grown(owner, text, 300)
+    offer = owner.manager.handoff.offer(request)
+    with pytest.raises(InvalidInput, match="hints"):
+        taker.manager.handoff.accept(offer, hints="chat")  # type: ignore[arg-type]
+    assert_nothing_left(taker)
+    copy = taker.manager.handoff.accept(offer, hints=hints).wait()
+    assert taker.manager.prefix
+    trail = taker.manager.prompt(text.ids[:300]).trail
+    assert trail is not None
+    nodes = taker.manager.prefix.index.match(trail, 2)
+    assert [node.hints for node in nodes] == [hints] * 2
+    assert copy.trail is not None
+    assert copy.trail.hints == hints

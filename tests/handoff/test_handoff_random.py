@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 from random import Random
 
 import pytest
@@ -14,7 +15,7 @@ from dsv4.cache.prefix.options import full
 from dsv4.cache.requests import Request
 from dsv4.errors import OfferError, OutOfBlocks, OutOfSlots
 from dsv4.tiers.host import HostTier
-from tests.support.handoff import assert_nothing_left, close, side
+from tests.support.handoff import assert_nothing_left, close, grown, side
 from tests.support.lives import ColdRun, Text
 from tests.support.stack import Stack
 from tests.support.tiered import options
@@ -186,6 +187,16 @@ def stacks() -> Iterator[list[Stack]]:
     close(*made)
 
 
+def acquaint(stacks: list[Stack]) -> None:
+    """Every two have met, which takes a process for each: from then on an arrival takes a
+    moment, and lives that are short on a busy machine see some."""
+    for owner, taker in permutations(stacks, 2):
+        request = grown(owner, Text.random(owner, 49, 20), 9)
+        arrived = taker.manager.handoff.accept(owner.manager.handoff.offer(request)).wait()
+        owner.manager.release_request(request)
+        taker.manager.release_request(arrived)
+
+
 def test_random_lives(stacks: list[Stack]):
     lives = Lives(stacks, Random(7))
     for _ in range(150):
@@ -197,6 +208,7 @@ def test_random_lives(stacks: list[Stack]):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_lives_for_long(stacks: list[Stack], seed: int):
+    acquaint(stacks)
     lives = Lives(stacks, Random(1000 + seed))
     for _ in range(3000):
         lives.step()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
+from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from tests.integrations.fast_v4 import counted, fast, generate, manager_of, plain_model
 from tests.support.numbers import Numbers
@@ -111,3 +113,39 @@ def test_restore_leaves_no_hook() -> None:
     assert len(model._forward_pre_hooks) == len(before) + 1
     restore(model)
     assert dict(model._forward_pre_hooks) == before
+
+
+def kept(manager: Any) -> list[Hints | None]:
+    """The hints of all cached blocks."""
+    return [node.hints for node in manager.prefix.index.nodes()]
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_hints_of_generate_and_of_the_engine_reach_the_cache(tiered: bool) -> None:
+    from dsv4.integrations.transformers.engine import Engine
+    from dsv4.tiers.host import HostTier
+
+    hints, own = Hints(session="chat", priority=2, ttl_s=60), Hints(priority=-1)
+    tiers = [HostTier(8 << 20)] if tiered else []
+    options = {"prefix": PrefixOptions(model_id="m"), "tiers": tiers}
+    with fast(plain_model(), **options) as model:
+        manager = manager_of(model)
+        prompt = ids(140, 1)
+        model.generate(prompt, max_new_tokens=2, do_sample=False, hints=hints)
+        assert kept(manager) == [hints]
+        model.generate(ids(140, 2), max_new_tokens=2, do_sample=False)
+        assert sorted(kept(manager), key=repr) == [hints, None]
+        for wrong in ("chat", 3):
+            with pytest.raises(InvalidInput, match="hints"):
+                model.generate(prompt, max_new_tokens=1, hints=wrong)
+        two = torch.cat((ids(140, 3), ids(140, 4)))
+        with pytest.raises(InvalidInput, match="one newest state"):
+            model.generate(two, max_new_tokens=1, hints=hints)
+        model.generate(two, max_new_tokens=1, do_sample=False, hints=own)
+        assert kept(manager).count(own) == 2
+        engine = Engine(model=model)
+        engine.submit(ids(140, 5)[0].tolist(), 2, hints=Hints(session="job"))
+        engine.run()
+        assert Hints(session="job") in kept(manager)
+    for tier in tiers:
+        tier.close(timeout_s=5)

@@ -194,7 +194,7 @@ def test_an_interrupt_inside_the_manager_is_mended(
         table, name = {
             "continue_request": (manager.table, "grow"),
             "commit": (manager.table, "move"),
-            "admit_request": (manager.table, "make"),
+            "admit_request": (manager.table, "make_request"),
             "fork": (manager.memory, "copy_slot"),
         }[call]
         more = torch.cat((said, prompt(130, seed=3)), dim=1)

@@ -518,6 +518,7 @@ def test_a_directory_that_vanishes_is_made_anew(
             assert store(tier, [memory.filled(wanted)]) == [State.DONE]
             assert load(reader, [memory.blank(wanted)]) == [State.DONE]
             idle(tier)
+            idle(reader)  # or the other one's index has files that come and go meanwhile
             shutil.rmtree(root)
             assert load(tier, [memory.blank(wanted)]) == [State.MISSING]
             assert "the directory was taken away" in caplog.text

@@ -21,6 +21,7 @@ from dsv4.cache.handoff.offer import PLEDGE_BYTES, Offer, model_hash
 from dsv4.cache.handoff.options import HandoffOptions, require_seconds
 from dsv4.cache.handoff.rows import Pledges, StateRow, StateRows
 from dsv4.cache.handoff.side import Side, words
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, require_context
 from dsv4.cache.state import copy_payload
@@ -139,22 +140,29 @@ class Handoff:
         return self.leases.withdraw(Offer.unpack(offer).name)
 
     @changes
-    def accept(self, offer: bytes, *, deadline_s: float | None = None) -> Arrival:
+    def accept(
+        self, offer: bytes, *, deadline_s: float | None = None, hints: Hints | None = None
+    ) -> Arrival:
         """Starts to transfer the request of another manager's offer to this one, and returns at
         once: `poll` the arrival until it has finished, or `wait` for it; then its `request` is live
         at the length that it was offered with. Blocks that are cached here are not read again.
 
         Reading is given up after `deadline_s` seconds (default: the options'). An offer may be
-        accepted by several managers, and several times. Raises OfferError (another schema or model,
+        accepted by several managers, and several times. `hints` say what is worth keeping here: an
+        offer brings none. Raises OfferError (another schema or model,
         damaged), OutOfSlots, OutOfBlocks, ContextOverflow; what happens later is in the arrival.
         """
         table, prefix, arrivals = self.side.table, self._manager.prefix, self.arrivals
         seconds = self.side.options.deadline_s
         if deadline_s is not None:
             seconds = require_seconds("deadline_s", deadline_s)
+        if hints is not None:
+            require_type("hints", hints, Hints)
         read = arrivals.read_offer(offer)
         require_context(self.side.schema, read.tokens)
         trail = arrivals.read_trail(read)
+        if trail is not None:
+            trail.hints = hints
         table.require_slots()
         shared: list[int] = []
         if prefix and trail is not None:

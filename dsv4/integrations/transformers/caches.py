@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.requests import Request, root_of
 from dsv4.errors import InvalidInput, OverQuota, RequestError
 from dsv4.integrations.transformers.cache import PagedCache
@@ -34,11 +35,11 @@ Rerun = Callable[[PagedCache, Tensor, Tensor], int]
 class RunningCall:
     """A call of generate, and the caches that it uses: their rows are not taken before it has
     finished. `chunked` if its prompt comes in several forwards; it shares prompts with those of its
-    `salt`.
+    `salt`; `hints` are those of its requests.
     """
 
-    def __init__(self, *, chunked: bool, salt: str | None) -> None:
-        self.chunked, self.salt = chunked, salt
+    def __init__(self, *, chunked: bool, salt: str | None, hints: Hints | None) -> None:
+        self.chunked, self.salt, self.hints = chunked, salt, hints
         self.caches: list[PagedCache] = []
 
 
@@ -76,9 +77,11 @@ class FastCaches:
     # ---- calls -----------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, *, chunked: bool = False, salt: str | None = None) -> Iterator[RunningCall]:
+    def running(
+        self, *, chunked: bool = False, salt: str | None = None, hints: Hints | None = None
+    ) -> Iterator[RunningCall]:
         """A call of generate runs in this thread, and keeps the caches that it uses."""
-        call = RunningCall(chunked=chunked, salt=salt)
+        call = RunningCall(chunked=chunked, salt=salt, hints=hints)
         here = self._calls_here()
         with self.turn:
             self._calls.append(call)
@@ -174,6 +177,7 @@ class FastCaches:
         self, cache: PagedCache, rows: int, prompts: Sequence[NDArray[np.int64]] | None
     ) -> None:
         given = None if self.call is None else self.call.salt
+        hints = None if self.call is None else self.call.hints
         weights = self.weights.name
         salt = self.salt_now(given)
 
@@ -183,7 +187,7 @@ class FastCaches:
             if prompts is None or not reuse:
                 admitted = self.pool.admit_empty(rows)
             else:
-                admitted = self.pool.admit(prompts, self._lent(), salt=salt)
+                admitted = self.pool.admit(prompts, self._lent(), salt=salt, hints=hints)
             cache.rows.adopt(admitted, "accelerate")
             cache.rows.salt, cache.rows.weights = given, weights
             return cache.rows.lengths
@@ -245,7 +249,9 @@ class FastCaches:
 
     # ---- rows ------------------------------------------------------------------------------
 
-    def admit(self, ids: NDArray[np.int64], salt: str | None) -> Request:
+    def admit(
+        self, ids: NDArray[np.int64], salt: str | None, hints: Hints | None = None
+    ) -> Request:
         """A request for one prompt, for a caller that keeps the tokens itself. Room must have been
         made. Raises OutOfBlocks, ContextOverflow."""
         manager, found = self._manager, list[Request]()
@@ -254,9 +260,10 @@ class FastCaches:
 
         def open_row(reuse: bool) -> list[int]:
             if reuse:
-                found[:] = self.pool.admit([ids], self._lent(), salt=salt)
+                found[:] = self.pool.admit([ids], self._lent(), salt=salt, hints=hints)
             else:
-                found[:] = [manager.admit_request(ids, salt, reuse=False)]
+                prompt: Any = manager.prompt(ids, salt, hints=hints)
+                found[:] = [manager.admit_request(prompt, reuse=False)]
             return [request.length for request in found]
 
         def close() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import dsv4.engine
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.engine import Choose, Job, Share, greedy
@@ -105,7 +106,9 @@ class _Core(dsv4.engine.Engine):
                 return
             while job.request is None:
                 try:
-                    request = caches.admit(np.asarray(job.tokens, dtype=np.int64), job.salt)
+                    request = caches.admit(
+                        np.asarray(job.tokens, dtype=np.int64), job.salt, job.hints
+                    )
                 except OutOfBlocks as error:
                     if error.never:
                         job.error = error
@@ -230,18 +233,25 @@ class Engine:
         new_tokens: int,
         salt: str | None = None,
         *,
+        hints: Hints | None = None,
         stop_tokens: TokenIds | Set[int] | None = None,
         on_tokens: Callable[[Job, list[int]], None] | None = None,
         data: Any = None,
     ) -> Job:
         """A job for these tokens. It ends after `new_tokens` tokens or the first of `stop_tokens`,
-        the model's end tokens unless given. Jobs of different `salt` share nothing. Runs nothing.
-        Raises InvalidInput, ContextOverflow."""
+        the model's end tokens unless given. Jobs of different `salt` share nothing; `hints` say
+        what is kept longer. Runs nothing. Raises InvalidInput, ContextOverflow."""
         stops = self._end_tokens() if stop_tokens is None else stop_tokens
         with self._turn:
             try:
                 job = self._core.submit(
-                    ids, new_tokens, salt, stop_tokens=stops, on_tokens=on_tokens, data=data
+                    ids,
+                    new_tokens,
+                    salt,
+                    hints=hints,
+                    stop_tokens=stops,
+                    on_tokens=on_tokens,
+                    data=data,
                 )
             except ContextOverflow as error:
                 raise context_overflow(error.asked_tokens, error.max_context_tokens) from None

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
-from dsv4.errors import ContextOverflow, InvalidInput
+from dsv4.cache.prefix.hints import Hints
+from dsv4.errors import ContextOverflow, InvalidInput, require_type
 from dsv4.integrations.transformers.caches import FastCaches
 from dsv4.integrations.transformers.rows import UNKNOWN_ID
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' default, where no limit is given
-_outer = threading.local()  # .salt: of the call of generate that runs in this thread
+_outer = threading.local()  # .salt, .hints: of the call of generate that runs in this thread
 
 
 class FastGenerate:
@@ -48,10 +49,12 @@ class FastGenerate:
         salt = options.pop("salt", getattr(_outer, "salt", None))
         if not isinstance(salt, str | None):
             raise InvalidInput(f"salt={salt!r}: give a string; prompts share only within one salt")
+        hints = options.pop("hints", getattr(_outer, "hints", None))
+        _check_hints(hints, ids)
         chunk = options.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
         with (
-            self._salted(salt, options.get("past_key_values")) as salt,
-            self.caches.running(chunked=chunk is not None, salt=salt),
+            self._salted(salt, options.get("past_key_values"), hints) as salt,
+            self.caches.running(chunked=chunk is not None, salt=salt, hints=hints),
         ):
             self._crop_what_differs(options.get("past_key_values"), ids, mask)
             return self.own_generate(*args, **options)
@@ -111,9 +114,9 @@ class FastGenerate:
             )
 
     @contextmanager
-    def _salted(self, salt: str | None, given: Any) -> Iterator[str | None]:
-        """The salt of this call, which an assistant's calls inside have too. A cache that was begun
-        with one continues with it. Raises InvalidInput for another."""
+    def _salted(self, salt: str | None, given: Any, hints: Hints | None) -> Iterator[str | None]:
+        """The salt of this call, which an assistant's calls inside have too, as its hints. A cache
+        that was begun with one continues with it. Raises InvalidInput for another."""
         with self.caches.turn:
             cache = self.caches.cache_of(given)
         if cache is not None and cache.requests:
@@ -123,12 +126,12 @@ class FastGenerate:
                     f"that, or begin with another cache"
                 )
             salt = cache.rows.salt
-        before = getattr(_outer, "salt", None)
-        _outer.salt = salt
+        before = getattr(_outer, "salt", None), getattr(_outer, "hints", None)
+        _outer.salt, _outer.hints = salt, hints
         try:
             yield salt
         finally:
-            _outer.salt = before
+            _outer.salt, _outer.hints = before
 
     def _crop_what_differs(self, given: Any, ids: Any, mask: Any) -> None:
         """transformers leaves out as many columns as the cache has, whatever is in them. If all ids
@@ -192,3 +195,16 @@ def wrong_padding(row: int, *, is_empty: bool) -> InvalidInput:
         f"row {row} is padded on the right, so generate would read the next token after padding: "
         f'pad on the left, tokenizer.padding_side = "left"'
     )
+
+
+def _check_hints(hints: Any, ids: Any) -> None:
+    """Raises InvalidInput."""
+    if hints is None:
+        return
+    require_type("hints", hints, Hints)
+    rows = ids.shape[0] if isinstance(ids, Tensor) and ids.dim() == 2 else 1
+    if hints.session is not None and rows > 1:
+        raise InvalidInput(
+            f"hints: session={hints.session!r} for {rows} prompts: a session has one newest state, "
+            f"so give each prompt a call of its own, or hints without a session"
+        )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.requests import LENGTH, Request, root_of
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
@@ -167,17 +168,23 @@ class RowPool:
         return self._all(partial(self.manager.admit_request, 0) for _ in range(rows))
 
     def admit(
-        self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = (), *, salt: str | None = None
+        self,
+        prompts: Sequence[Ids],
+        lent: Sequence[KnownRow] = (),
+        *,
+        salt: str | None = None,
+        hints: Hints | None = None,
     ) -> list[Request]:
         """A request per prompt: an idle row that continues, a fork of a row in `lent`, or
         a new one, for which tiers are asked where there are any. Rows of another salt are never
         used. Raises OutOfSlots, OutOfBlocks, and nothing has changed except that older rows are
         gone."""
         if not self._has_tiers:
-            return self._continue_or_admit(prompts, lent, salt)
+            return self._continue_or_admit(prompts, lent, salt, hints)
         self.evict(len(prompts))
         fetched = partial(self.manager.tiers.admit, timeout_s=self._fetch_timeout_s)
-        return self._all(partial(fetched, prompt, salt) for prompt in prompts)
+        read: list[Any] = [self.manager.prompt(each, salt, hints=hints) for each in prompts]
+        return self._all(partial(fetched, prompt) for prompt in read)
 
     def _all(self, calls: Iterable[Callable[[], Request]]) -> list[Request]:
         """What these calls admit. If one raises, nothing is left."""
@@ -261,11 +268,15 @@ class RowPool:
         return False
 
     def _continue_or_admit(
-        self, prompts: Sequence[Ids], lent: Sequence[KnownRow], salt: str | None
+        self,
+        prompts: Sequence[Ids],
+        lent: Sequence[KnownRow],
+        salt: str | None,
+        hints: Hints | None,
     ) -> list[Request]:
         self._collect()
         manager = self.manager
-        read: list[Any] = [manager.prompt(prompt, salt) for prompt in prompts]
+        read: list[Any] = [manager.prompt(prompt, salt, hints=hints) for prompt in prompts]
         takers: dict[KnownRow, list[int]] = {}
         starts = [0] * len(prompts)
         for nth, prompt in enumerate(prompts):
