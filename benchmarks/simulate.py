@@ -55,10 +55,11 @@ TABLE = {
     "conversation": (5.3, 13.6, 28.5, 35.9, 36.6),
     "synthetic": (14.0, 30.9, 56.7, 64.0, 64.0),
 }
-HOST_GB = (0, 50, 100, 200, 400)
+HOST_GB = (0, 10, 40)
+DEVICE_GB = (5, 10, 20)
 REPLICAS = (2, 4, 8, 16, 32, 64)
 HOT_SHARES = (0.0, 1.0)
-RESIDENCY_GB = (10, 20, 40)
+RESIDENCY_GB = (10, 40)
 QUARTER_S = 900.0
 HOURS = (1, 6, 24)
 Part = Callable[[Path], Iterator[dict[str, Any]]]
@@ -135,7 +136,7 @@ def lru(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def host(folder: Path) -> Iterator[dict[str, Any]]:
-    for name, gb, memory in product(TRACES, HOST_GB, (10, 40)):
+    for name, gb, memory in product(TRACES, HOST_GB, DEVICE_GB):
         asked = setup(replicas=4, memory_bytes=memory * GB, host_bytes=gb * GB)
         yield {"trace": name, **simulate(quarter_of(folder, name), asked).to_dict()}
 
@@ -183,17 +184,25 @@ def day(folder: Path, hours: Sequence[int] = HOURS) -> Iterator[dict[str, Any]]:
 
 def hours_of(folder: Path, hours: int) -> dict[str, Any]:
     trace = repeated(trace_of(folder, "conversation"), hours, period_s=3600.0)
-    asked = setup(block_tokens=512, memory_bytes=80 * GB, replicas=1000)
+    asked = setup(memory_bytes=80 * GB, replicas=1000)
     began = time.process_time()
     found = simulate(trace, asked)
     cpu_s = time.process_time() - began
     return {"trace": "conversation", "hours": hours, **cost(found, cpu_s)}
 
 
-def cost(found: Simulated, cpu_s: float) -> dict[str, Any]:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+def peak_bytes() -> int:
+    """The most memory that this process had. What `getrusage` says on Linux may be its parent's."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (each for each in status.read_text().splitlines() if each.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
+
+
+def cost(found: Simulated, cpu_s: float) -> dict[str, Any]:
     return {
         "replicas": found.replicas,
         "requests": found.requests,
@@ -201,7 +210,7 @@ def cost(found: Simulated, cpu_s: float) -> dict[str, Any]:
         "tokens_hit": sum(found.tokens_hit.values()),
         "cpu_s": round(cpu_s, 1),
         "wall_s": round(found.wall_s, 1),
-        "peak_bytes": peak,
+        "peak_bytes": peak_bytes(),
     }
 
 
@@ -367,6 +376,8 @@ def plots(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         own = [row for row in results_of(rows, part) if row["trace"] == name]
         # of residency the two ends: nothing of a selection is hot, and all
         own = [row for row in own if row.get("hot_share") in (None, 0.0)]
+        if not own:
+            continue
         made.append(folder / f"simulate_{part}_{name}.png")
         title = {"host": "host memory", "residency": "residency", "routing": "routing"}[part]
         plot_simulated([simulated_of(row) for row in own], made[-1], title=f"{title}: {name}")
@@ -402,9 +413,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             machine = f"{platform.machine()}, Python {platform.python_version()}"
             new.append({"part": part, **row, "date": date, "machine": machine, "note": given.note})
             print(json.dumps(new[-1])[:200], flush=True)
-        rows = [row for row in read(given.results) if row["part"] != part] + new
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        given.results.write_text(text, encoding="utf-8")
+            rows = [row for row in read(given.results) if row["part"] != part] + new
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            given.results.write_text(text, encoding="utf-8")
     return 0
 
 

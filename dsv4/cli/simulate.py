@@ -20,14 +20,14 @@ from dsv4.cli.errors import reported_errors
 from dsv4.cli.tables import table_of
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
-from dsv4.plots.simulate import plot_simulated
+from dsv4.plots.simulate import plot_simulated, require_plot
 from dsv4.routing.router import ROUTINGS
 from dsv4.simulate.cluster import POLICIES, Setup
 from dsv4.simulate.results import Simulated
 from dsv4.simulate.speeds import Speeds
 from dsv4.simulate.sweep import Progress as Report
 from dsv4.simulate.sweep import fewest_replicas, run_all, setups
-from dsv4.simulate.trace import TraceRequest, load_trace, repeated
+from dsv4.simulate.trace import load_trace, repeated
 from dsv4.units import parse_byte_rate, parse_bytes, parse_tokens
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def simulate_command(
                 step_tokens=parse_tokens(step_tokens),
                 snapshot_policy=_snapshots(snapshot_every),
                 snapshots=snapshots,
-                hot_share=hot_share,
+                hot_share=hot_share if flag or len(flags) == 1 else 0.0,
                 most_waiting=max_waiting,
                 untimed=untimed,
             )
@@ -167,6 +167,10 @@ def simulate_command(
             if flag and len(flags) > 1:  # what is compared with `off` needs host memory
                 some["host_bytes"] = [size for size in choices["host_bytes"] if size]
             asked += setups(base, some)
+        if ttft_p99 is not None:
+            _require_one(asked)
+        if plot is not None:
+            require_plot(plot, asked, tries_replicas=ttft_p99 is not None)
         requests = load_trace(trace)
         if repeat > 1:
             requests = [*repeated(requests, repeat)]
@@ -175,7 +179,10 @@ def simulate_command(
             if ttft_p99 is None:
                 found = run_all(requests, asked, report)
             else:
-                fewest, found = _fewest(requests, asked, ttft_p99, report)
+                limit_s = _seconds(ttft_p99)
+                fewest, found = fewest_replicas(
+                    requests, asked[0], ttft_p99_s=limit_s, progress=report
+                )
         if plot is not None:
             plot_simulated(found, plot, title=f"{trace.name}, {spec.name}")
         if as_json:
@@ -193,15 +200,15 @@ def simulate_command(
             Console().print(Text(f"plot written to {plot}"), soft_wrap=True)
 
 
-def _fewest(
-    requests: Sequence[TraceRequest], asked: Sequence[Setup], ttft_p99: str, report: Report
-) -> tuple[int | None, list[Simulated]]:
+def _require_one(asked: Sequence[Setup]) -> None:
+    """Raises InvalidInput unless the fewest replicas can be looked for."""
     if len(asked) > 1:
         raise InvalidInput(
             f"--ttft-p99 looks for the number of replicas of one setup, but {len(asked)} are "
             f"given: leave out --replicas, and give one value of each other option"
         )
-    return fewest_replicas(requests, asked[0], ttft_p99_s=_seconds(ttft_p99), progress=report)
+    if asked[0].untimed:
+        raise InvalidInput("--untimed has no times, and --ttft-p99 asks for one: leave out either")
 
 
 def _answer(fewest: int | None, ttft_p99: str) -> str:

@@ -50,8 +50,9 @@ class Follower:
             subscriber.subscribe(b"")
             subscriber.connect(self._endpoint)
             while True:
-                _, seq, payload = await subscriber.recv_multipart()
+                frames = await subscriber.recv_multipart()
                 try:
+                    _, seq, payload = frames
                     await self._note(context, int.from_bytes(seq, "big"), payload)
                 except (msgspec.MsgspecError, ValueError, TimeoutError) as error:
                     LOGGER.warning("events of %s: %s: asked for anew", self._endpoint, error)

@@ -9,23 +9,37 @@ from typing import Any
 
 from dsv4.errors import InvalidInput
 from dsv4.plots.style import INK, MUTED, dress_axes, new_figure, save_figure
+from dsv4.simulate.cluster import Setup
 from dsv4.simulate.results import Simulated
 
 COLORS = ("#1d4ed8", "#c2410c", "#047857", "#7c3aed", "#b45309", "#0e7490", "#be185d", "#4d7c0f")
 Point = Callable[[Simulated], float]
 
 
-def plot_simulated(found: Sequence[Simulated], path: str | Path, *, title: str) -> None:
-    """Draws the hit rate against memory where memories differ, and the time to the first token
-    against replicas where their numbers do; one line for each setup that is otherwise the same.
-    Raises InvalidInput where neither differs, MissingExtra without matplotlib."""
-    memories = {each.memory_bytes for each in found if each.memory_bytes is not None}
-    panels = [len(memories) > 1, len({each.replicas for each in found}) > 1]
-    if not any(panels):
+def require_plot(path: str | Path, asked: Sequence[Setup], *, tries_replicas: bool = False) -> None:
+    """What `plot_simulated` would refuse of these setups, before they are simulated.
+    `tries_replicas`: their number is looked for. Raises InvalidInput where neither memories nor
+    replicas differ, for a file that cannot be written, MissingExtra without matplotlib."""
+    if not tries_replicas and not any(_panels(asked)):
         raise InvalidInput(
             "one memory and one number of replicas make no curve: give several, like "
             "--memory 20GB,40GB,80GB or --replicas 1,2,4,8"
         )
+    path, known = Path(path), new_figure(1, 1).canvas.get_supported_filetypes()
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in known:
+        raise InvalidInput(f"--plot {path}: the name must end in one of .{', .'.join(known)}")
+    if not path.absolute().parent.is_dir():
+        raise InvalidInput(f"--plot {path}: {path.absolute().parent} is not a folder")
+
+
+def plot_simulated(found: Sequence[Simulated], path: str | Path, *, title: str) -> None:
+    """Draws the hit rate against memory where memories differ, and the time to the first token
+    against replicas where their numbers do, or nothing does; one line for each setup that is
+    otherwise the same. Raises InvalidInput for a file that cannot be written, MissingExtra without
+    matplotlib."""
+    panels = _panels(found)
+    panels = (panels[0], panels[1] or not panels[0])
     figure = new_figure(6.4 * sum(panels) + 0.6, 5.0)
     axes = iter(figure.subplots(1, sum(panels), squeeze=False)[0])
     if panels[0]:
@@ -34,6 +48,12 @@ def plot_simulated(found: Sequence[Simulated], path: str | Path, *, title: str) 
         _replicas(next(axes), found)
     figure.suptitle(title, x=0.02, ha="left", color=INK, fontweight="bold", fontsize=11)
     save_figure(figure, path)
+
+
+def _panels(setups: Sequence[Setup | Simulated]) -> tuple[bool, bool]:
+    """Whether memories differ, and whether numbers of replicas do."""
+    memories = {each.memory_bytes for each in setups if each.memory_bytes is not None}
+    return len(memories) > 1, len({each.replicas for each in setups}) > 1
 
 
 def _memory(axes: Any, found: Sequence[Simulated]) -> None:

@@ -32,6 +32,7 @@ from dsv4.simulate.tiers import CountedTier, CountedTiers
 from dsv4.simulate.trace import TraceRequest
 
 UNBOUNDED_BLOCKS = 1 << 40  # of a device without a limit
+MOST_REPLICAS = 1 << 20  # more are a slip
 POLICIES: dict[str, Callable[[Callable[[], float]], EvictionPolicy]] = {
     "retention": lambda now: Retention(now=now),
     "lru": lambda now: LeastRecentlyUsed(),
@@ -69,8 +70,11 @@ class Setup:
         """Raises InvalidInput."""
         for name in ("replicas", "max_requests", "step_tokens", "router_blocks"):
             require_count(name, getattr(self, name))
-        for name in ("host_bytes", "disk_bytes"):
-            require_count(name, getattr(self, name), at_least=0)
+        for name in ("host_bytes", "disk_bytes", "snapshots", "most_waiting"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), at_least=0)
+        if self.replicas > MOST_REPLICAS:
+            raise InvalidInput(f"replicas={self.replicas}: at most {MOST_REPLICAS:,} are simulated")
         for name in ("residency", "untimed"):
             require_flag(name, getattr(self, name))
         if self.policy not in POLICIES:
@@ -79,6 +83,13 @@ class Setup:
             raise InvalidInput(f"routing={self.routing!r}: must be one of {', '.join(ROUTINGS)}")
         if not is_number(self.hot_share) or not 0 <= self.hot_share <= 1:
             raise InvalidInput(f"hot_share={self.hot_share!r}: must be a number from 0 to 1")
+        if self.hot_share and not self.residency:
+            raise InvalidInput(f"hot_share={self.hot_share!r} is of residency, which is off")
+        if self.residency and self.disk_bytes:
+            raise InvalidInput(
+                "with residency host memory has the entries, and no tiers are simulated below: "
+                "leave out the disk"
+            )
         if self.residency and not (self.host_bytes and self.memory_bytes):
             raise InvalidInput(
                 "residency keeps entries in host memory: say how much of it there is, and of the "
@@ -178,6 +189,8 @@ class Simulation:
             block_tokens=setup.schema.block_tokens,
             most_blocks=setup.router_blocks,
         )
+        schema = setup.schema
+        self._most_tokens = min(schema.max_context, self.sizes.blocks * schema.block_tokens)
         self._feeds = setup.routing != "round-robin" and setup.replicas > 1
         self._events: list[tuple[float, int, int]] = []  # when, number of the event, replica
         self._valid: dict[int, int] = {}  # of each replica, the number of its event
@@ -215,14 +228,18 @@ class Simulation:
         at_s = max(self.now_s, request.at_s) if setup.untimed else request.at_s
         self.now_s = at_s
         prompt = max(1, request.input_tokens)
+        new = 1 if setup.untimed else max(1, request.output_tokens)
         names = block_names(request, setup.schema.block_tokens)
+        self._requests += 1
+        self._asked += prompt
+        if prompt + new > self._most_tokens:  # as the server says at once
+            self._refused += 1
+            return
         whole = prompt // setup.schema.block_tokens
         chosen = self._choose(names[:whole], request.session)
         replica = self.replicas.get(chosen)
         if replica is None:
             replica = self._make(chosen)
-        self._requests += 1
-        self._asked += prompt
         if setup.most_waiting is not None and len(replica.waiting) >= max(1, setup.most_waiting):
             self._refused += 1
             return
@@ -232,7 +249,7 @@ class Simulation:
                 number=number,
                 arrival_s=at_s,
                 prompt_tokens=prompt,
-                new_tokens=1 if setup.untimed else max(1, request.output_tokens),
+                new_tokens=new,
                 names=names,
                 # a session that is only guessed is not a hint: what it leaves may be another's
                 hints=Hints(session=session) if session and session[0] != "#" else None,
@@ -242,6 +259,7 @@ class Simulation:
             self._begin(chosen, replica)
         else:
             self._schedule(chosen, replica.flight.end_s)
+            self._note_load(chosen, replica)  # those that come at once see each other
 
     def _choose(self, names: list[int], session: str | None) -> int:
         if self.setup.replicas == 1:
@@ -265,6 +283,10 @@ class Simulation:
         at_s = replica.begin(self.now_s)
         if at_s is not None:
             self._schedule(which, at_s)
+        self._note_load(which, replica)
+
+    def _note_load(self, which: int, replica: Replica) -> None:
+        """What replicas announce: tokens that have not run, and one for each request."""
         load = replica.load + len(replica.running) + len(replica.waiting)
         if load:
             self._loads[which] = load

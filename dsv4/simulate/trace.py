@@ -1,6 +1,6 @@
 """Recorded loads: which requests came when, and which of them begin alike. Torch-free.
 
-A trace has an object a line. Three formats are read, and may be mixed:
+A trace has an object a line. Three formats are read:
 
     Mooncake's       timestamp (ms), input_length, output_length, hash_ids: a name for each 512
                      tokens of the prompt, the last one for the rest
@@ -8,6 +8,9 @@ A trace has an object a line. Three formats are read, and may be mixed:
     `dsv4 serve`     a line of --json-logs of a request that ended: time, input_length,
                      output_length, hash_ids, block_tokens, session. Other lines of the log are
                      passed over. hash_ids name whole blocks, of the prompt and then of the answer
+
+Equal names must mean equal prefixes: a name that comes after two different ones is refused, and
+so are more names than a request has tokens for. Both are signs of blocks of another size.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from typing import Any
 from dsv4.errors import InvalidInput, is_number, is_whole
 
 NAME_TOKENS = 512  # of a name in Mooncake's format
+MOST_TOKENS = 1 << 31  # of a prompt or an answer; none has ever been near
+MOST_MS = 1e14  # three thousand years: nanoseconds are more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +47,14 @@ class TraceRequest:
 
 def read_trace(path: Path | str) -> Iterator[TraceRequest]:
     """The requests of a trace, in the order of the file, in Mooncake's format, with lengths only,
-    or of the server's log. Raises InvalidInput, with the line."""
+    or of the server's log. Names are numbered as they come first. Raises InvalidInput, with the
+    line."""
+    names = _Names()
     try:
-        with Path(path).open(encoding="utf-8") as lines:
+        with Path(path).open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    found = _request(line, f"{path}, line {number}")
+                    found = _request(line, f"{path}, line {number}", names)
                     if found is not None:
                         yield found
     except (OSError, UnicodeDecodeError) as error:
@@ -99,40 +106,85 @@ def repeated(
             yield replace(each, at_s=each.at_s + turn * period_s, names=moved, session=session)
 
 
-def _request(line: str, where: str) -> TraceRequest | None:
+class _Names:
+    """Names as small numbers, and which one each comes after."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._before: list[int] = []
+        self._name_tokens: int | None = None
+
+    def read(self, given: Sequence[int], name_tokens: int, where: str) -> list[int]:
+        """Raises InvalidInput for names that cannot be those of prefixes."""
+        if given and name_tokens != (self._name_tokens or name_tokens):
+            raise InvalidInput(
+                f"{where}: names of {name_tokens} tokens, after others of {self._name_tokens}: "
+                f"give a trace for each"
+            )
+        before, numbers = -1, []
+        for name in given:
+            number = self._numbers.setdefault(name, len(self._numbers))
+            if number == len(self._before):
+                self._before.append(before)
+            elif self._before[number] != before:
+                raise InvalidInput(
+                    f"{where}: hash_ids has {name} after another name than before: equal names "
+                    f"must mean equal prompts up to there"
+                )
+            numbers.append(number)
+            before = number
+        if given:
+            self._name_tokens = name_tokens
+        return numbers
+
+
+def _request(line: str, where: str, known: _Names) -> TraceRequest | None:
     try:
         found = json.loads(line)
+        if not isinstance(found, dict):
+            raise TypeError(f"found {type(found).__name__}")
         if "message" in found and "input_length" not in found:
             return None  # another line of a server's log
         tokens = found["input_length"], found["output_length"]
         at_s = _seconds(found)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidInput(
-            f"{where}: {error!r}: each line must be an object with timestamp (ms), input_length, "
-            f"output_length and, where prompts begin alike, hash_ids"
+            f"{where}: {error!r:.200}: each line must be an object with timestamp (ms), "
+            f"input_length, output_length and, where prompts begin alike, hash_ids"
         ) from error
     names, session = found.get("hash_ids", []), found.get("session")
-    name_tokens = found.get("block_tokens", NAME_TOKENS)
-    is_sound = all(is_whole(count) and count >= 0 for count in tokens)
-    if not is_sound or not isinstance(names, list) or not all(map(is_whole, names)):
-        raise InvalidInput(f"{where}: times and lengths must be numbers, hash_ids a list of them")
+    name_tokens, has_answer = found.get("block_tokens", NAME_TOKENS), "block_tokens" in found
+    if not all(is_whole(count) and 0 <= count <= MOST_TOKENS for count in tokens):
+        raise InvalidInput(f"{where}: lengths must be whole numbers from 0 to {MOST_TOKENS:,}")
+    if not isinstance(names, list) or not all(map(is_whole, names)):
+        raise InvalidInput(f"{where}: hash_ids must be a list of whole numbers")
     if not is_whole(name_tokens) or name_tokens < 1:
         raise InvalidInput(f"{where}: block_tokens={name_tokens!r}: must be a whole number above 0")
+    if session is not None and not isinstance(session, str | int):
+        raise InvalidInput(f"{where}: session must be a text or a number")
+    most = sum(tokens) // name_tokens if has_answer else -(-tokens[0] // name_tokens)
+    if len(names) > most:
+        raise InvalidInput(
+            f"{where}: hash_ids has {len(names):,} names, but its tokens make {most:,} blocks of "
+            f"{name_tokens:,}: Mooncake's names are of {NAME_TOKENS} tokens, others say their "
+            f"block_tokens and name whole blocks"
+        )
     return TraceRequest(
         at_s=at_s,
         input_tokens=tokens[0],
         output_tokens=tokens[1],
-        names=names,
+        names=known.read(names, name_tokens, where),
         name_tokens=name_tokens,
-        has_answer="block_tokens" in found,
-        session=None if session is None else str(session),
+        has_answer=has_answer,
+        session=None if session is None else str(session) or None,
     )
 
 
 def _seconds(found: dict[str, Any]) -> float:
     """Raises ValueError, KeyError."""
     if "timestamp" in found:
-        if not is_number(found["timestamp"]):
-            raise ValueError(f"timestamp={found['timestamp']!r}")
-        return float(found["timestamp"]) / 1000
+        at_ms = found["timestamp"]
+        if not is_number(at_ms) or not abs(at_ms) <= MOST_MS:
+            raise ValueError(f"timestamp={at_ms!r:.40}, in milliseconds")
+        return float(at_ms) / 1000
     return datetime.fromisoformat(found["time"]).timestamp()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulate as benchmark
-from benchmarks.simulate import PARTS, RESULTS, lru_table, main, read, results_of
+from benchmarks.simulate import PARTS, PLOTS, RESULTS, TABLES, main, read, results_of
 from tests.simulate.loads import load, write
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulate.md"
@@ -32,6 +32,7 @@ def test_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         write(load(60), tmp_path / f"{name}.jsonl")
     results = tmp_path / "results.jsonl"
     monkeypatch.setattr(benchmark, "HOST_GB", (0, 50))
+    monkeypatch.setattr(benchmark, "DEVICE_GB", (10, 40))
     monkeypatch.setattr(benchmark, "REPLICAS", (2,))
     given = ["--traces", str(tmp_path), "--results", str(results)]
     for part in ("hits", "lru", "host", "routing"):
@@ -44,6 +45,19 @@ def test_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert benchmark.host_table(found).count("\n") == 2 + 8
 
 
-def test_the_page_shows_the_results() -> None:
+@pytest.mark.parametrize("part", [part for part in TABLES if results_of(ROWS, part)])
+def test_the_page_shows_the_results(part: str) -> None:
     """`python -m benchmarks.simulate --table` prints them."""
-    assert lru_table(ROWS) in PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    assert TABLES[part](ROWS) in page
+    for path in PLOTS.glob(f"simulate_{part}_*.png"):
+        assert f"plots/{path.name}" in page
+
+
+def test_hits_of_unbounded_memory_are_those_that_one_counts() -> None:
+    found = results_of(ROWS, "hits")
+    assert len(found) == 4
+    for row in found:
+        assert row["simulated_tokens"] == row["counted_tokens"] > 0
+        coarser = [each for each in found if each["trace"] == row["trace"]]
+        assert row["simulated_tokens"] >= min(each["simulated_tokens"] for each in coarser)

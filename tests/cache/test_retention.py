@@ -373,7 +373,7 @@ def test_a_trace_is_read_and_bad_lines_are_named(tmp_path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(good + "\n" + good)
     read = list(read_trace(file))
-    assert read[0] == TraceRequest(at_s=1.5, input_tokens=600, output_tokens=5, names=[0, 7])
+    assert read[0] == TraceRequest(at_s=1.5, input_tokens=600, output_tokens=5, names=[0, 1])
     assert len(read) == 2
     for bad in ("nonsense", "[]", '{"timestamp": 0}', good.replace("[0, 7]", '"07"')):
         file.write_text(good + bad)

@@ -74,9 +74,34 @@ def test_a_plot(trace: Path, tmp_path: Path) -> None:
         path = tmp_path / f"{len(given)}{given[0]}.png"
         assert run_json(trace, *RATES, *given, "--plot", path)["plot"] == str(path)
         assert path.read_bytes().startswith(PNG)
-    result = run(trace, *RATES, *SMALL, "--plot", tmp_path / "none.png")
-    assert result.exit_code != 0
-    assert "make no curve" in result.output
+    path = tmp_path / "fewest.svg"  # one number of replicas is enough
+    assert run_json(trace, *RATES, *SMALL, "--ttft-p99", "3600s", "--plot", path)["plot"] == str(
+        path
+    )
+    assert b"<svg" in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("none.png", (), "make no curve"),
+        ("none.txt", ("--replicas", "1,2"), "must end in one of"),
+        ("none", ("--replicas", "1,2"), "must end in one of"),
+        ("none/none.png", ("--replicas", "1,2"), "is not a folder"),
+    ],
+)
+def test_a_plot_that_cannot_be_is_refused_before_anything_runs(
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    given: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr("dsv4.cli.simulate.run_all", None)
+    result = run(trace, *RATES, *SMALL, *given, "--plot", tmp_path / name)
+    assert result.exit_code == 2
+    assert said in result.output
 
 
 def test_residency_on_and_off(trace: Path) -> None:
@@ -111,6 +136,10 @@ def test_hits_alone_and_repeated(trace: Path) -> None:
         (("--residency", "on"), "host memory"),
         (("--ttft-p99", "soon"), "not a time"),
         (("--ttft-p99", "2s", "--replicas", "1,2"), "one setup"),
+        (("--ttft-p99", "2s", "--untimed"), "has no times"),
+        (("--max-waiting", "-1"), "most_waiting"),
+        (("--hot-share", "0.5"), "which is off"),
+        (("--residency", "off,on", "--host-memory", "9GB", "--disk", "9GB"), "leave out the disk"),
         (("--model", "v41-flash"), "not measured"),
         (("--block-tokens", "384"), "multiple"),
         (("--link-rate", "400Gb"), "bytes"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from msgspec.msgpack import encode as msgpack
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.events.follower import Follower
@@ -107,7 +108,24 @@ def test_a_second_index_learns_the_same():
         asyncio.run(run(publisher))
 
 
-def test_what_makes_no_sense_is_asked_for_anew(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"", (1 << 63).to_bytes(8, "big"), b"\xc1"],
+        [b"", bytes(8), b"", b"a frame more"],
+        [b"alone"],
+        [b"", b"no number", msgpack([0.0, [{"type": "BlockRemoved", "block_hashes": "x"}], None])],
+        [b"", (1 << 63).to_bytes(8, "big"), msgpack([0.0, [{"type": "BlockStolen"}], None])],
+        [
+            b"",
+            (1 << 63).to_bytes(8, "big"),
+            msgpack([0.0, [{"type": "BlockRemoved", "block_hashes": [1]}] * 2]),
+        ],
+    ],
+)
+def test_what_makes_no_sense_is_asked_for_anew(
+    caplog: pytest.LogCaptureFixture, frames: list[bytes]
+):
     lives, known = Lives(make(), 7), Known()
 
     async def run(publisher: EventPublisher) -> None:
@@ -115,7 +133,8 @@ def test_what_makes_no_sense_is_asked_for_anew(caplog: pytest.LogCaptureFixture)
         task = asyncio.create_task(one.run())
         await until(lambda: one.replays == 1)
         sender = publisher._sender
-        sender._publisher.send_multipart([b"", (1 << 63).to_bytes(8, "big"), b"\xc1"])
+        one._last = None  # as if all of it were news
+        sender._publisher.send_multipart(frames)
         await until(lambda: "asked for anew" in caplog.text)
         lives.some(6)
         await until(lambda: agrees(known, lives) and bool(known.names))

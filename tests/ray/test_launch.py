@@ -35,6 +35,34 @@ def test_what_cannot_be_is_one_line(options: tuple[str, ...], message: str):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_cluster_that_does_not_start_is_tried_again_and_then_said(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    import ray
+
+    from dsv4.integrations.ray import launch
+
+    for name in launch.ENVIRONMENT:
+        monkeypatch.setenv(name, launch.ENVIRONMENT[name])
+    begun: list[str] = []
+
+    def init(**_: object) -> None:
+        begun.append("start")
+        if len(begun) < works_at:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: begun.append("end"))
+    works_at = 3
+    launch.start_cluster(2)
+    assert begun == ["start", "end", "start"]
+    begun.clear()
+    works_at = 100
+    with pytest.raises(launch.NoCluster, match="in 3 attempts: The current node timed out"):
+        launch.start_cluster(2)
+    assert begun == ["start", "end"] * 3
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_first_signal_lets_streams_end_and_leaves_no_process():

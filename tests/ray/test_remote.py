@@ -323,6 +323,51 @@ def test_an_error_that_comes_again_and_again_ends_the_answer():
     asyncio.run(story())
 
 
+def lying(words: int) -> Leg:
+    """A replica that calls an answer complete after some of its tokens."""
+
+    async def leg(asked: Ask) -> AsyncIterator[Message]:
+        async for message in run_leg(asked):
+            if isinstance(message, Said) and len(said) < words:
+                said.append(message)
+                yield message
+            elif not isinstance(message, Said):
+                yield message
+
+    said: list[Message] = []
+    return leg
+
+
+def test_a_replica_that_calls_an_answer_complete_too_early_is_not_believed():
+    async def story() -> None:
+        handle = Handle([lying(3), run_leg])
+        heard = await ask(remote(handle))
+        assert heard.tokens == undisturbed(20)
+        assert [each.said for each in handle.asks] == [0, 3]
+        assert handle.asks[1].avoided == frozenset("a")
+        handle = Handle([lying(0)])  # all of them: it ends, and says why
+        heard = await ask(remote(handle))
+        assert (heard.tokens, heard.last.finish) == ([], "error")
+        assert "complete that is not" in str(heard.last.error)
+        assert len(handle.asks) == MOST_FAILURES
+
+    asyncio.run(story())
+
+
+def test_more_tokens_than_were_asked_for_are_not_heard():
+    async def talking(asked: Ask) -> AsyncIterator[Message]:
+        yield Accepted(replica="a")
+        yield Said(tokens=tuple(undisturbed(50)))
+        yield Over(complete=True)
+
+    async def story() -> None:
+        heard = await ask(remote(Handle([talking])))
+        assert heard.tokens == undisturbed(20)
+        assert heard.last.finish == "length"
+
+    asyncio.run(story())
+
+
 def test_a_client_that_goes_ends_the_leg():
     async def endless(asked: Ask) -> AsyncIterator[Message]:
         yield Accepted(replica="a")

@@ -112,6 +112,19 @@ def test_prefix_routing_finds_what_round_robin_does_not() -> None:
         assert each.tokens_run["answers"] == sum(max(1, one.output_tokens) for one in TRACE)
 
 
+def test_prompts_that_come_at_once_see_each_other() -> None:
+    """All begin alike, so all would go to the one that has the beginning, if nothing waited."""
+
+    def prompt(at_s: float, name: int) -> TraceRequest:
+        names = [0, *range(100 * name, 100 * name + 15)]
+        return TraceRequest(at_s=at_s, input_tokens=8192, output_tokens=2, names=names)
+
+    crowd = [prompt(0.0, 1), *(prompt(10.0, name) for name in range(2, 8))]
+    result = found(crowd, replicas=6, memory_bytes=4 * GB)
+    alone = found(crowd[:1], memory_bytes=4 * GB)
+    assert result.ttft.p99 == pytest.approx(alone.ttft.p99)
+
+
 def test_more_replicas_are_faster_until_one_request_is_the_limit() -> None:
     waits = [found(replicas=count, memory_bytes=4 * GB).ttft.p99 for count in (1, 2, 8)]
     assert waits == sorted(waits, reverse=True)
@@ -175,6 +188,12 @@ def test_what_never_fits_is_refused_and_the_rest_runs() -> None:
     result = found([TRACE[0], long, *TRACE[1:]], memory_bytes=GB)
     assert result.refused == 1
     assert result.requests == len(TRACE) + 1
+    # neither prompt runs: the answer would not fit, the model has no such position
+    for tokens, new in ((1000, 900_000), (1 << 20, 1), (1 << 31, 1)):
+        never = TraceRequest(at_s=0.0, input_tokens=tokens, output_tokens=new, names=[])
+        result = found([never, *TRACE[:5]], memory_bytes=GB if new > 1 else None)
+        assert (result.refused, result.requests) == (1, 6)
+        assert result.tokens_run["all"] < sum(each.input_tokens for each in TRACE[:5]) + 500
     crowd = [replace(each, at_s=0.0) for each in TRACE]
     assert found(crowd, memory_bytes=2 * GB, most_waiting=20).refused > 200
 
@@ -186,6 +205,13 @@ def test_setups_are_checked() -> None:
         setup(routing="best")
     with pytest.raises(InvalidInput, match="hot_share"):
         setup(hot_share=2)
+    with pytest.raises(InvalidInput, match="which is off"):
+        setup(hot_share=0.5)
+    with pytest.raises(InvalidInput, match="leave out the disk"):
+        setup(apart=True, memory_bytes=4 * GB, host_bytes=40 * GB, disk_bytes=GB)
+    for wrong in ({"snapshots": -1}, {"most_waiting": -1}, {"replicas": 0}, {"replicas": 10**11}):
+        with pytest.raises(InvalidInput, match=next(iter(wrong))):
+            setup(**wrong)
     with pytest.raises(PoolTooSmall):
         found(memory_bytes=1000)
     with pytest.raises(InvalidInput, match="before"):

@@ -12,6 +12,7 @@ import torch
 
 import dsv4
 from dsv4.cache.prefix.eviction import LeastRecentlyUsed
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.options import full, periodic, zero
 from dsv4.cache.prefix.retention import Retention
 from dsv4.cache.prefix.trail import token_ids
@@ -44,6 +45,7 @@ class Turn:
     job: Job
     ids: list[int]
     new_tokens: int
+    hints: Hints | None
 
 
 @dataclass
@@ -58,9 +60,9 @@ class Names:
         return [self.known.setdefault(tuple(ids[:end]), len(self.known)) for end in ends]
 
 
-def played(engine: Engine, seed: int) -> list[Turn]:
+def played(engine: Engine, seed: int, *, sessions: bool) -> list[Turn]:
     """Conversations whose turns go on from the answer before, with prompts in between that come
-    once, and two that never fit."""
+    once, and two that never fit. With `sessions` turns say which conversation is theirs."""
     numbers, turns = Numbers(seed), list[Turn]()
     system = numbers.integers(0, 32, 280).tolist()
     talks: list[list[int]] = [[*system], [*system], []]
@@ -76,7 +78,8 @@ def played(engine: Engine, seed: int) -> list[Turn]:
                 before = [*talks[talk]] if last is None else last.job.tokens
                 asked = numbers.integers(0, 32, int(numbers.integers(20, 200, 1)[0])).tolist()
                 new = int(numbers.integers(2, 40, 1)[0])
-                turns.append(submit(engine, step, [*before, *asked], new))
+                hints = Hints(session=f"talk {talk}") if sessions else None
+                turns.append(submit(engine, step, [*before, *asked], new, hints))
                 open_turns[talk] = turns[-1]
                 left[talk] -= 1
         if step % 9 == 3 and step < 40:
@@ -89,8 +92,10 @@ def played(engine: Engine, seed: int) -> list[Turn]:
     return turns
 
 
-def submit(engine: Engine, step: int, ids: list[int], new_tokens: int) -> Turn:
-    return Turn(step, engine.submit(ids, new_tokens), ids, new_tokens)
+def submit(
+    engine: Engine, step: int, ids: list[int], new_tokens: int, hints: Hints | None = None
+) -> Turn:
+    return Turn(step, engine.submit(ids, new_tokens, hints=hints), ids, new_tokens, hints)
 
 
 class UnitSpeeds(Speeds):
@@ -118,6 +123,7 @@ def replayed(turns: list[Turn], names: Names, device: Device, most_steps: int) -
                     prompt_tokens=len(turn.ids),
                     new_tokens=turn.new_tokens,
                     names=names.of(turn.job.tokens),
+                    hints=turn.hints,
                 )
             )
             replica.submit(jobs[-1])
@@ -136,15 +142,18 @@ def replayed(turns: list[Turn], names: Names, device: Device, most_steps: int) -
 
 
 @pytest.mark.parametrize(
-    ("policy", "snapshots", "seed"),
+    ("policy", "snapshots", "seed", "sessions"),
     [
-        (Retention, periodic(256), 1),
-        (LeastRecentlyUsed, periodic(256), 2),
-        (Retention, full(), 3),
-        (LeastRecentlyUsed, zero(), 4),
+        (Retention, periodic(256), 1, False),
+        (LeastRecentlyUsed, periodic(256), 2, False),
+        (Retention, full(), 3, False),
+        (LeastRecentlyUsed, zero(), 4, False),
+        (Retention, periodic(256), 5, True),
     ],
 )
-def test_the_same_happens_as_on_the_engine(policy: Any, snapshots: Any, seed: int) -> None:
+def test_the_same_happens_as_on_the_engine(
+    policy: Any, snapshots: Any, seed: int, sessions: bool
+) -> None:
     manager = dsv4.KVCacheManager(
         SCHEMA,
         num_blocks=BLOCKS,
@@ -153,7 +162,7 @@ def test_the_same_happens_as_on_the_engine(policy: Any, snapshots: Any, seed: in
         prefix=dsv4.PrefixOptions(policy=snapshots, snapshots=ROWS, events=True, eviction=policy),
     )
     engine = Engine(model=EngineModel(manager), manager=manager, drafts=0)
-    turns = played(engine, seed)
+    turns = played(engine, seed, sessions=sessions)
     names, digests = Names(), dict[bytes, int]()
     for turn in turns:
         trail = manager.prefix.trail(token_ids(turn.job.tokens), None)

@@ -14,18 +14,23 @@ from typing import Any
 import ray
 from ray import serve
 
-from dsv4.errors import InvalidInput
+from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.integrations.ray.build import build
 from dsv4.integrations.ray.options import RayOptions
 from dsv4.serve import process
 
 LOGGER = logging.getLogger("dsv4.ray")
 APPLICATION = "dsv4"
+STARTS = 3  # of a local cluster: a node that is not up in Ray's 30 s may be the next time
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
 ENVIRONMENT = {  # of a cluster that is started here, unless it says otherwise
     "RAY_USAGE_STATS_ENABLED": "0",  # sends nothing elsewhere unasked
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 are too few where cores are shared
 }
+
+
+class NoCluster(Dsv4Error, RuntimeError):
+    """Ray does not start on this machine."""
 
 
 def run(
@@ -38,7 +43,8 @@ def run(
 ) -> None:
     """Serves on `host` and `port` until SIGINT or SIGTERM; a second one does not wait for running
     requests. `address` is that of a cluster of Ray; None starts one on this machine, which ends
-    with this call. Raises InvalidInput for an address that cannot be listened on or joined."""
+    with this call. Raises InvalidInput for an address that cannot be listened on or joined, and
+    NoCluster."""
     with process.listen(host, port) as listener:
         url, port = process.address(listener), listener.getsockname()[1]
     _join(options, address)
@@ -61,10 +67,21 @@ def run(
 
 def start_cluster(cpus: int) -> None:
     """A cluster in processes of this machine, until `ray.shutdown`. `cpus` is what Ray counts: they
-    need not be there, and processes share what is."""
+    need not be there, and processes share what is. Raises NoCluster."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    ray.init(address="local", include_dashboard=False, num_cpus=cpus, **QUIET)
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(address="local", include_dashboard=False, num_cpus=cpus, **QUIET)
+            return
+        except Exception as error:  # Ray has no type for a node that is too slow
+            ray.shutdown()
+            if not left:
+                raise NoCluster(
+                    f"Ray did not start on this machine in {STARTS} attempts: {error} Its logs are "
+                    f"under /tmp/ray/session_latest/logs; on a busy machine, try when it is less so"
+                ) from error
+            LOGGER.warning("Ray did not start (%s): once more", error)
 
 
 def _join(options: RayOptions, address: str | None) -> None:

@@ -48,6 +48,14 @@ ADMISSION_S = 30.0  # that a request waits for a replica to accept it
 PAUSE_S = 0.1  # after a leg that broke
 MOST_FAILURES = 3  # legs that ended with an error of their replica, of one answer
 
+CUT_SHORT = Failure(
+    status=500,
+    message="the replica calls an answer complete that is not",
+    code=None,
+    param=None,
+    retry_after_s=None,
+)
+
 
 class Lost(Exception):
     """A leg has broken; another replica can go on."""
@@ -299,13 +307,12 @@ class RemoteRunner:
                         if self._is_over(course):
                             return None
                     case Over():
-                        if message.complete:
+                        if message.complete and (role == "prefill" or self._is_over(course)):
                             return message.offer
-                        self._require_other(course, message.failure)
+                        failure = CUT_SHORT if message.complete else message.failure
+                        self._require_other(course, failure)
                         raise Lost(
-                            "the replica has ended it"
-                            if message.failure is None
-                            else message.failure.message
+                            "the replica has ended it" if failure is None else failure.message
                         )
             raise Lost("the stream has ended early")
         except Lost:
