@@ -45,7 +45,9 @@ def test_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert benchmark.host_table(found).count("\n") == 2 + 8
 
 
-@pytest.mark.parametrize("part", [part for part in TABLES if results_of(ROWS, part)])
+@pytest.mark.parametrize(
+    "part", [part for part in TABLES if results_of(ROWS, part) or part == "day"]
+)
 def test_the_page_shows_the_results(part: str) -> None:
     """`python -m benchmarks.simulate --table` prints them."""
     page = PAGE.read_text(encoding="utf-8")
@@ -61,3 +63,11 @@ def test_hits_of_unbounded_memory_are_those_that_one_counts() -> None:
         assert row["simulated_tokens"] == row["counted_tokens"] > 0
         coarser = [each for each in found if each["trace"] == row["trace"]]
         assert row["simulated_tokens"] >= min(each["simulated_tokens"] for each in coarser)
+
+
+def test_an_hour_takes_less_than_a_minute_of_a_core() -> None:
+    found = results_of(ROWS, "hour")
+    assert {row["policy"] for row in found} == {"lru", "retention"}
+    for row in found:
+        assert row["requests"] == 12_031
+        assert row["cpu_s"] <= 60
