@@ -80,6 +80,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def costs(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of what the host needed, over all traces and capacities; an eviction where there were
+    any."""
+    lines = ["| µs of the host | " + " | ".join(POLICIES) + " |", "|---|---|---|"]
+    for name in ("us_per_admission", "us_per_eviction"):
+        spans = []
+        for policy in POLICIES:
+            found = [row[name] for row in rows if row["policy"] == policy and row["evictions"]]
+            spans.append(f"{min(found):.1f} to {max(found):.1f}")
+        lines.append(f"| {name.removeprefix('us_per_')} | {' | '.join(spans)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.retention")
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE")
@@ -89,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.table:
         rows = given.results.read_text(encoding="utf-8").splitlines()
-        print(table([json.loads(row) for row in rows]), end="")
+        found = [json.loads(row) for row in rows]
+        print(table(found), costs(found), sep="\n", end="")
         return 0
     traces = dict(each.split("=", 1) for each in given.trace)
     read = {name: list(read_trace(file)) for name, file in traces.items()}

@@ -25,7 +25,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def total_bytes(device: torch.device) -> int | None:
     """All memory of a device, used or not; None where the system does not say."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return int(torch.cuda.mem_get_info(device)[1])
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None

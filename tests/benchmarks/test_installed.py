@@ -17,6 +17,7 @@ from benchmarks.case import Case, Measurement, Work
 from benchmarks.registry import SUITES
 from benchmarks.timing import Ceilings, Timed
 from dsv4.plots.results import SUITES as DRAWN
+from tests.support.numbers import Numbers
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +129,7 @@ def test_scores_are_asked_of_deep_gemm_as_it_wants_them(monkeypatch: pytest.Monk
 
 def test_top_ks_are_asked_for_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     none_installed(monkeypatch)
-    scores = torch.randn(3, 50)
+    scores = Numbers(0).normal(3, 50)
     assert [*installed.top_k_peers(scores, 4)] == ["torch.topk"]
     installed._found.cache_clear()
     asked = list[str]()

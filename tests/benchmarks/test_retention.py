@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.retention import POLICIES, RESULTS, main, table
+from benchmarks.retention import POLICIES, RESULTS, costs, main, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "retention.md"
 ROWS = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
@@ -36,14 +36,16 @@ def test_results_say_when_and_where() -> None:
 
 def test_the_page_shows_the_results() -> None:
     """`python -m benchmarks.retention --table` prints it."""
-    assert table(ROWS) in PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    assert table(ROWS) in page
+    assert costs(ROWS) in page
 
 
 def test_a_trace_is_measured(tmp_path: Path) -> None:
     trace, results = tmp_path / "trace.jsonl", tmp_path / "results.jsonl"
     lines = [
-        {"timestamp": nth, "input_length": 1100, "output_length": 1, "hash_ids": [0, nth % 3, 9]}
-        for nth in range(6)
+        {"timestamp": nth, "input_length": 1100, "output_length": 1, "hash_ids": names}
+        for nth, names in enumerate(2 * [[0, 1, 2], [0, 3, 4], [0, 5, 6]])
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     given = ["--trace", f"t={trace}", "--capacity-gb", "1", "--results", str(results)]
