@@ -244,6 +244,15 @@ def is_whole(value: object) -> TypeGuard[int]:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written down: half a surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, numpy's included; True is not."""
     return isinstance(value, Real) and not isinstance(value, bool)

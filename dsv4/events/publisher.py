@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.cache.prefix.observer import NewlyCached, Observer
 from dsv4.cache.prefix.trail import TokenTrail, token_ids
-from dsv4.errors import InvalidInput, require_count, require_timeout, require_type
+from dsv4.errors import InvalidInput, is_utf8, require_count, require_timeout, require_type
 from dsv4.events.ledger import ENTRIES, Cached, Kept, Only
 from dsv4.events.sender import EventStats, Sender
 from dsv4.events.wire import CPU, GPU, STORAGE
@@ -164,8 +164,9 @@ class _Listener(Observer):
     def _name(self, trail: TokenTrail, first: int, nodes: Sequence[PrefixNode]) -> None:
         """Blocks of a prompt are cached, from number `first` on. Not those of a prompt from another
         machine with a salt that is not known here: consumers would take them for blocks of prompts
-        without one."""
-        if trail.tenant.salt is None and trail.root != self._unsalted:
+        without one. Not those of a salt that is not UTF-8, which no message can have."""
+        salt = trail.tenant.salt
+        if trail.root != self._unsalted if salt is None else not is_utf8(salt):
             return
         end = first + len(nodes)
         run = Cached(
@@ -173,7 +174,7 @@ class _Listener(Observer):
             parent=trail.chain[first - 1] if first else None,
             depth=first,
             ids=trail.ids[first * self._block_tokens : end * self._block_tokens].tobytes(),
-            salt=trail.tenant.salt,
+            salt=salt,
             session=None if trail.hints is None else trail.hints.session,
         )
         self._sender.put([run])

@@ -171,12 +171,21 @@ class Sender:
                 is_over = self._send_notes()
                 self._greet()
                 self._answer()
-            except Exception:  # the thread must survive: consumers can ask for a replay
+            except Exception:  # the thread must survive
                 LOGGER.exception("events: a bug")
+                self._note_unsent()
         self._context.destroy(linger=MOST_LINGER_MS)
         with self._lock:
             os.close(self._wake_reader)
             os.close(self._wake_writer)
+
+    def _note_unsent(self) -> None:
+        """Notes that were taken and not sent are lost: consumers are asked to forget next."""
+        with self._lock:
+            if self._sending:
+                self._dropped += self._sending
+                self._sending, self._lost, self.has_lost = 0, True, True
+                self._wake()
 
     def _send_notes(self) -> bool:
         """Sends what was put. Returns whether nothing comes after it."""

@@ -19,9 +19,9 @@ from tests.support.lives import Text, assert_cold, run_to, tiny_stack
     [
         *itertools.product(["reference"], ["tiny", "v41-tiny"], [0, 1]),
         ("triton", "tiny", 0),
-        ("triton", "v41-tiny", 1),
         pytest.param("triton", "tiny", 1, marks=pytest.mark.nightly),
         pytest.param("triton", "v41-tiny", 0, marks=pytest.mark.nightly),
+        pytest.param("triton", "v41-tiny", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_a_step_without_tokens_does_nothing(backend: BackendName, preset: str, requests: int):

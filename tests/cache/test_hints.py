@@ -127,6 +127,11 @@ def test_what_is_no_hints_is_refused_and_nothing_has_changed(
     assert stack.manager.stats() == before
 
 
+def test_a_session_that_nothing_can_write_down_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="of UTF-8"):
+        Hints(session="\ud800")
+
+
 def test_without_ids_or_a_prefix_cache_hints_change_nothing() -> None:
     stack = tiny_stack(prefix=None, num_blocks=4)
     stack.manager.release_request(stack.manager.admit_request([1, 2], hints=Hints(priority=1)))

@@ -339,6 +339,46 @@ def test_a_consumer_that_reads_nothing_delays_no_step(publish: Any, subscribe: A
     assert_knows(reader.catch_up(publisher), manager, lives.questions(50))
 
 
+def test_a_salt_that_no_message_can_have_is_not_announced(publish: Any, subscribe: Any) -> None:
+    manager = make()
+    publisher = publish(manager)
+    reader = subscribe(publisher)
+    lives = Lives(manager, 20)
+    lives.run((IDS, "\ud800"))
+    lives.run((IDS[::-1], "mine"))
+    known = reader.catch_up(publisher)
+    assert known.blocks(IDS[::-1], ["GPU"], "mine") == len(known.media["GPU"]) == 4
+    assert publisher.stats().notes_dropped == 0
+
+
+def test_notes_that_could_not_be_sent_are_lost_and_consumers_forget(
+    publish: Any, subscribe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make()
+    publisher = publish(manager)
+    reader = subscribe(publisher)
+    lives = Lives(manager, 21)
+    lives.run((IDS, None))
+    assert reader.catch_up(publisher).blocks(IDS, ["GPU"]) == 4
+    real, failed = sender.pack, list[int]()
+
+    def fails_once(*given: Any) -> bytes:
+        if not failed:
+            failed.append(1)
+            raise UnicodeEncodeError("utf-8", "", 0, 1, "a bug")
+        return real(*given)
+
+    monkeypatch.setattr(sender, "pack", fails_once)
+    lives.run((IDS[::-1], None))
+    known = reader.catch_up(publisher)
+    assert (publisher.stats().resets, publisher.stats().notes_dropped > 0) == (1, True)
+    assert not known.media.get("GPU")
+    lives.run((IDS, None))
+    known = reader.catch_up(publisher)
+    assert known.blocks(IDS, ["GPU"]) == 4
+    assert known.trouble == []
+
+
 def test_too_many_notes_are_dropped_and_consumers_forget(
     publish: Any, subscribe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from dsv4.cache.prefix.eviction import EvictionPolicy
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.observer import NewlyCached, Notices, Observer
 from dsv4.cache.prefix.trail import TokenTrail
-from dsv4.errors import InvalidInput, is_number, is_whole, require_flag
+from dsv4.errors import InvalidInput, is_number, is_utf8, is_whole, require_flag
 
 MOST_PRIORITY = 8
 LONGEST_NAME = 256  # characters of a session
@@ -35,10 +35,12 @@ class Hints:
 
     def __post_init__(self) -> None:
         name = self.session
-        if name is not None and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
+        if name is not None and not (
+            isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and is_utf8(name)
+        ):
             raise InvalidInput(
-                f"hints: session={name!r}: must be a string of 1 to {LONGEST_NAME} characters, "
-                f"or None"
+                f"hints: session={name!r}: must be a string of 1 to {LONGEST_NAME} characters "
+                f"of UTF-8, or None"
             )
         if not is_whole(self.priority) or abs(self.priority) > MOST_PRIORITY:
             raise InvalidInput(
