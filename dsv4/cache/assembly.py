@@ -74,8 +74,9 @@ def make_parts(
         require_count("max_step_tokens", max_step_tokens, at_least=schema.model.window)
     backend = load_backend(options["backend"], device, batch_invariant=options["batch_invariant"])
     _check_backend(backend, schema)
-    needed = _needed_memory(schema, options, num_blocks=num_blocks, max_requests=max_requests)
-    _require_memory(device, needed)
+    counts = {"num_blocks": num_blocks, "max_requests": max_requests}
+    for where, needed in _needed_memory(schema, options, device, **counts).items():
+        _require_memory(where, needed)
     require_fits(schema, options, num_blocks=num_blocks)
     sizes = entry_sizes(schema, options, num_blocks=num_blocks, max_requests=max_requests)
     pool = places = None
@@ -148,19 +149,30 @@ def _check_backend(backend: Backend, schema: CacheSchema) -> None:
 
 
 def _needed_memory(
-    schema: CacheSchema, options: ManagerOptions, *, num_blocks: int, max_requests: int
-) -> dict[str, int]:
-    """Bytes of the largest parts of a manager, each with its name."""
-    plans, tokens = options["max_open_plans"], options["max_step_tokens"]
-    snapshots = 0 if options["prefix"] is None else options["prefix"].snapshots
+    schema: CacheSchema,
+    options: ManagerOptions,
+    device: torch.device,
+    *,
+    num_blocks: int,
+    max_requests: int,
+) -> dict[torch.device, dict[str, int]]:
+    """Bytes of the largest parts of a manager, each with its name, by where they are."""
+    plans, tokens, prefix = options["max_open_plans"], options["max_step_tokens"], options["prefix"]
     request_bytes = schema.slot_bytes + schema.block_table_row_bytes
     step_bytes = plan_bytes(schema, max_requests=max_requests, max_tokens=tokens)
-    return {
+    needed = {
         f"{num_blocks:,} blocks": num_blocks * max(schema.block_bytes, BOOKS_BYTES),
         f"{max_requests:,} requests": max_requests * request_bytes,
         f"steps of {tokens:,} tokens, {plans:,} at a time": plans * step_bytes,
-        f"{snapshots:,} snapshots": snapshots * SnapshotLayout(schema).row_bytes,
     }
+    if prefix is None:
+        return {device: needed}
+    snapshots = f"{prefix.rows:,} snapshots"
+    needed[snapshots] = SnapshotPool.bytes_on_device(schema, prefix, device)
+    if prefix.where == "device" or device.type == "cpu":
+        return {device: needed}
+    in_host = {snapshots: prefix.rows * SnapshotLayout(schema).row_bytes}
+    return {device: needed, torch.device("cpu"): in_host}
 
 
 def _require_memory(device: torch.device, needed: dict[str, int]) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from dsv4.cache.assembly import _needed_memory
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.options import complete
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.schema import CacheSchema, compute_block_budget
+from dsv4.cache.state import SnapshotLayout
 from dsv4.errors import InvalidInput, PoolTooSmall
 from dsv4.model import ModelSpec
 from tests.support.owned import bytes_of
@@ -106,3 +110,26 @@ def test_a_budget_above_what_there_is_is_refused():
         given = {"memory_bytes": 100 * MIB, "max_requests": 2} | sizes
         with pytest.raises(InvalidInput, match="and cpu has"):
             KVCacheManager.from_memory(SCHEMA, **given)
+
+
+def test_snapshots_count_where_they_are() -> None:
+    """Those in host memory need none of a GPU's, and a policy that keeps none needs no room."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    rows = 1 << 20
+
+    def needed(prefix: PrefixOptions, device: torch.device) -> dict[torch.device, int]:
+        options = complete({"prefix": prefix, "max_step_tokens": 64})
+        found = _needed_memory(SCHEMA, options, device, num_blocks=8, max_requests=2)
+        return {where: sum(parts.values()) for where, parts in found.items()}
+
+    all_of_them = rows * SnapshotLayout(SCHEMA).row_bytes
+    host = PrefixOptions(policy=full(), snapshots=rows, where="host")
+    assert needed(host, gpu)[gpu] < all_of_them == needed(host, gpu)[cpu]
+    assert needed(host, cpu)[cpu] > all_of_them
+    assert needed(PrefixOptions(policy=full(), snapshots=rows), gpu)[gpu] > all_of_them
+    assert (
+        needed(PrefixOptions(policy=full(), snapshots=rows, where="host"), cpu)[cpu] > all_of_them
+    )
+    KVCacheManager(
+        SCHEMA, num_blocks=8, max_requests=2, prefix=PrefixOptions(policy=zero(), snapshots=1 << 40)
+    )

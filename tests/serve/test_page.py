@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -14,12 +12,12 @@ import pytest
 
 from dsv4.serve.demo import ServedDemo
 from tests.serve.serving import Running, running
+from tests.support.browser import chromium
 
 playwright = pytest.importorskip("playwright.sync_api")
 STATIC = files("dsv4.serve") / "static"
 PATHS = ("/", "/static/page.css", "/static/page.js", "/static/introduction.json")
 MOST_MS = 120_000.0
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +28,8 @@ def demo() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    if CHROMIUM is None:
-        why = "there is no Chromium: install it with apt-get install chromium"
-        if os.environ.get("DSV4_REQUIRE_BROWSER", "0") not in ("", "0"):
-            pytest.fail(f"DSV4_REQUIRE_BROWSER is set, and {why}", pytrace=False)
-        pytest.skip(why)
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with chromium() as found:
         yield found
-        found.close()
 
 
 def test_it_loads_nothing_from_elsewhere_and_needs_no_key():

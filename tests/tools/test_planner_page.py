@@ -5,7 +5,6 @@ skipped."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 
 from dsv4.cli import app
 from dsv4.planning import page as asked_page
+from tests.support.browser import chromium
 from tools import planner_page
 from tools.draw_planner import served
 
@@ -24,7 +24,6 @@ playwright = pytest.importorskip("playwright.sync_api")
 DOCS = Path(__file__).parents[2] / "docs"
 FRAGMENT = (DOCS / "planner" / "page.html").read_text("utf-8")
 STATIC = DOCS / "_static" / "planner"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 MOST_MS = 120_000.0
 
 
@@ -101,15 +100,8 @@ def test_the_script_and_the_page_name_the_same_elements() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        why = "there is no Chromium: install it with apt-get install chromium"
-        if os.environ.get("DSV4_REQUIRE_BROWSER", "0") not in ("", "0"):
-            pytest.fail(f"DSV4_REQUIRE_BROWSER is set, and {why}", pytrace=False)
-        pytest.skip(why)
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
