@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from benchmarks.machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "grammars.jsonl"
@@ -295,18 +293,6 @@ def measured(name: str, words: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     }
 
 
-def machine() -> dict[str, Any]:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": platform.machine() if found is None else found[1],
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 1),
-        "vocabulary": WORDS,
-        "versions": {name: version(name) for name in LIBRARIES},
-    }
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Of the newest run."""
     run = rows[-1]["run"]
@@ -352,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in measured(options.library, words):
             print(json.dumps(row), flush=True)
         return
-    run = machine()
+    run = {**machine(LIBRARIES), "vocabulary": WORDS}
     with options.results.open("a", encoding="utf-8") as file:
         for name in LIBRARIES:
             for row in measured(name, words):

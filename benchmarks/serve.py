@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import socket
 import statistics
@@ -26,9 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +34,7 @@ from typing import Any
 import httpx
 import torch
 
+from benchmarks.machine import machine
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.engine import Engine
@@ -237,20 +235,11 @@ def in_turns(runs: Mapping[tuple[str, int], Callable[[], dict[str, Any]]]) -> It
         yield {"system": system, "clients": clients, **rounds[ROUNDS // 2]}
 
 
-def machine() -> dict[str, Any]:
-    """Where and when, and what else the machine did: processes that ran before this began."""
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+def environment() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "processor": platform.machine() if found is None else found[1],
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 1),
-        "versions": {name: version(name) for name in ("dsv4", "torch", "transformers")},
-    }
+    return {**machine(("dsv4", "torch", "transformers")), "commit": commit.stdout.strip()}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -311,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.packages is not None:
         PACKAGES.append(str(options.packages.resolve()))
     torch.set_num_threads(1)
-    run = machine()
+    run = environment()
     with options.results.open("a", encoding="utf-8") as file:
         for row in measured(options.clients):
             print(json.dumps(row), flush=True)

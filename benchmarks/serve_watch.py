@@ -26,7 +26,7 @@ import httpx
 import torch
 import uvicorn
 
-from benchmarks.serve import ROOT, machine, wait_for, where
+from benchmarks.serve import ROOT, environment, wait_for, where
 from dsv4.serve import process
 from dsv4.serve.app import make_state
 from dsv4.serve.demo import ServedDemo
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(sentence(read()[-1]))
         return
     torch.set_num_threads(1)
-    run = machine()
+    run = environment()
     row = {**counted(options.steps, options.sends), "run": run}
     print(json.dumps(row), flush=True)
     with options.results.open("a", encoding="utf-8") as file:
