@@ -38,9 +38,10 @@ class Quotas:
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
-        self._prefix: PrefixCache = manager.prefix.required()
-        self._manager, self.guard = manager, manager.guard
-        self._supply: BlockSupply = manager.table.supply
+        parts = manager._parts
+        self._prefix: PrefixCache = parts.prefix.required()
+        self._manager, self._guard = manager, parts.guard
+        self._supply: BlockSupply = parts.table.supply
         self._tiers: dict[str, list[LimitedTier]] = {}
         if manager.tiers:
             from dsv4.tiers.disk import DiskTier
@@ -96,7 +97,7 @@ class Quotas:
         return self._prefix.trail(token_ids(()), salt).root
 
     def _limit(self, salt: str | None, quota: Quota) -> BlockLimit | None:
-        block_bytes = self._manager.schema.block_bytes
+        block_bytes = self._manager.schema.bytes.block
         if quota.device_bytes is None:
             return None
         return BlockLimit(quota.device_bytes // block_bytes, salt, quota.device_bytes, block_bytes)
@@ -123,7 +124,7 @@ class Quotas:
 
     def _use(self, root: bytes, salt: str | None) -> QuotaUse:
         _, quota = self._supply.quotas.get(root, (salt, Quota()))
-        owners, block_bytes = self._supply.allocator.owners, self._manager.schema.block_bytes
+        owners, block_bytes = self._supply.allocator.owners, self._manager.schema.bytes.block
         pinned = self._prefix.blocks.pinned_blocks(root=root)
         return QuotaUse(
             salt=salt,

@@ -53,7 +53,7 @@ class Calls:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.found = list[tuple[int, str]]()
-        self._stage = manager.backend.stage
+        self._stage = manager._parts.backend.stage
 
     def __call__(self, call: Staging) -> None:
         self.found.append((call.entries.page.layer, call.which))
@@ -72,7 +72,7 @@ def made(
     )
     schema = of_host if apart else together
     if apart:
-        options["host_memory"] = 24 * schema.entries_bytes
+        options["host_memory"] = 24 * schema.bytes.entries
     manager = KVCacheManager(
         schema, num_blocks=24, max_requests=requests, max_step_tokens=256, **options
     )
@@ -96,7 +96,7 @@ def live(manager: KVCacheManager, model: AttendingModel, seed: int = 0) -> Reque
 
 def leave(manager: KVCacheManager) -> int:
     """All blocks that may leave the device do; returns how many are in host memory only."""
-    residency = manager._residency
+    residency = manager._parts.residency
     assert residency is not None
     residency.copies.pump()
     for block_id in [b for b in residency.places.with_rows() if residency.places.in_host[b]]:
@@ -112,7 +112,7 @@ def one_chunk(
     manager: KVCacheManager, model: AttendingModel, requests: list[Request]
 ) -> torch.Tensor:
     count = CHUNK // len(requests)
-    if manager._residency is not None:
+    if manager._parts.residency is not None:
         chunks_of(manager).rows.fill_(POISON)
     return model.step(manager, [(r, IDS[r.length :][:count]) for r in requests])
 
@@ -130,7 +130,7 @@ def test_a_layers_entries_come_up_while_the_one_before_is_read(name: str, late: 
     assert leave(manager) > 3
     if late:
         chunks_of(manager).side = Late()
-    manager.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
+    manager._parts.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
     assert torch.equal(one_chunk(manager, model, requests), expected)
     owners = {page.layer for page in manager.memory.entries.layout.pages}  # type: ignore[union-attr]
     from_host = [layer for layer, which in calls.found if which != "device"]
@@ -154,10 +154,10 @@ def test_what_broke_off_is_waited_for_before_its_memory_is_used_again():
             raise RuntimeError("stop")
         attend(call)
 
-    attend, manager.backend.attend = manager.backend.attend, stop  # type: ignore[method-assign]
+    attend, manager._parts.backend.attend = manager._parts.backend.attend, stop  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="stop"):
         model.run(manager, plan.batch, IDS[LENGTH:])
-    manager.backend.attend = attend  # type: ignore[method-assign]
+    manager._parts.backend.attend = attend  # type: ignore[method-assign]
     assert late.put_off
     manager.fail(plan)
     table = chunks_of(manager).table

@@ -81,7 +81,7 @@ def test_quotas_are_set_seen_and_kept(tmp_path: Path) -> None:
         running(quotas=True, host_tier_bytes=16 << 20) as server,
         server.http() as client,
     ):
-        size = server.state.runner.manager.schema.block_bytes
+        size = server.state.runner.manager.schema.bytes.block
         put = client.put("/api/quota/a", json={"device_bytes": 2 * size, "host_bytes": 1 << 20})
         assert put.status_code == 200, put.text
         assert put.json()["quota"] == {

@@ -220,7 +220,7 @@ class Life:
             num_blocks=16,
             max_requests=4,
             max_step_tokens=1024,
-            host_memory=40 * APART.entries_bytes if apart else None,
+            host_memory=40 * APART.bytes.entries if apart else None,
             prefix=PrefixOptions(snapshots=4, model_id="quotas"),
             tiers=[self.host, self.disk],
         )
@@ -232,7 +232,7 @@ class Life:
         self.full = Counter[str]()
 
     def root_of(self, salt: str | None) -> bytes:
-        trail = self.manager.prompt([1], salt).trail
+        trail = self.manager.prefix.prompt([1], salt).trail
         assert trail is not None
         return trail.root
 
@@ -247,7 +247,7 @@ class Life:
         salt, tokens = self.draw.choice(SALTS), self.draw.randint(1, 900)
         number = self.draw.randint(0, 5)
         ids = [1000 * number + nth % 997 for nth in range(tokens)]
-        trail = self.manager.prompt(ids, salt).trail
+        trail = self.manager.prefix.prompt(ids, salt).trail
         assert trail is not None
         self.known.update(dict.fromkeys(trail.chain, trail.root))
         request = self.manager.tiers.admit(ids, salt, timeout_s=60)

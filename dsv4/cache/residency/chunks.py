@@ -93,7 +93,7 @@ class ChunkEntries:
         self._next: dict[int, int] = {}  # of a layer, the next one that reads entries of this kind
         before = None
         for layer in schema.layers:
-            number, page = layer.spec.layer, schema.page("entries", layer.spec.layer)
+            number, page = layer.spec.layer, schema.layout.page("entries", layer.spec.layer)
             if page is None or not page.apart:
                 continue
             self._sources[number] = EntrySource(
