@@ -87,9 +87,10 @@ def manager_from_memory(
     context: int | None = None,
     **options: Unpack[ManagerOptions],
 ) -> KVCacheManager:
-    """A manager that allocates no more than `memory_bytes` on its device in total: slots, the block
-    table, step buffers, workspace and snapshots, and blocks with what is left. With `host_memory`
-    entries take no more than that of the host, and of the device what blocks leave.
+    """A manager of this `schema`, with these `options`, that allocates no more than `memory_bytes`
+    on its device in total: slots of `max_requests`, the block table, step buffers, workspace and
+    snapshots, and blocks with what is left. With `host_memory` entries take no more than that of
+    the host, and of the device what blocks leave.
 
     Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
     """
@@ -106,9 +107,9 @@ def manager_from_memory(
 def manager_from_budget(
     schema: CacheSchema, budget: BlockBudget, **options: Unpack[ManagerOptions]
 ) -> KVCacheManager:
-    """A manager that allocates exactly `budget.total_bytes`: a budget that does not include what
-    else these options need is refused. `manager_from_memory` computes one that does; with other
-    accounting, build a manager with `budget.num_blocks`. Raises InvalidInput."""
+    """A manager of this `schema` that allocates exactly `budget.total_bytes`: a budget that does
+    not include what else these `options` need is refused. `manager_from_memory` computes one that
+    does; with other accounting, build a manager with `budget.num_blocks`. Raises InvalidInput."""
     assembly.require_same(schema, budget, options)
     if budget.entry_rows:
         options.setdefault("entry_rows", budget.entry_rows)
@@ -123,7 +124,7 @@ def manager_from_budget(
 def other_bytes(
     schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
 ) -> int:
-    """Bytes that a manager with these options allocates in addition to blocks, slots and block
-    table: step buffers, workspace, snapshots. Allocates nothing on the device. Raises
-    InvalidInput."""
+    """Bytes that a manager of this `schema`, for `max_requests` and with these `options`, allocates
+    in addition to blocks, slots and block table: step buffers, workspace, snapshots. Allocates
+    nothing on the device. Raises InvalidInput."""
     return assembly.other_bytes(schema, max_requests=max_requests, options=options)
