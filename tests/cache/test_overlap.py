@@ -460,8 +460,8 @@ def test_rings_are_long_enough_and_the_planner_knows(drafts: int, ahead: int):
         assert ours.tail_b_rows == theirs.tail_b_rows + (more if theirs.tail_b_rows else 0)
     found = sizing(schema)
     assert found.steps_ahead == ahead
-    assert found.bytes.slot == schema.bytes.slot
-    assert (found.bytes.slot > plain.bytes.slot) == (ahead > 0)
+    assert found.slot_bytes == schema.bytes.slot
+    assert (found.slot_bytes > plain.bytes.slot) == (ahead > 0)
     assert schema.content_fingerprint == plain.content_fingerprint
     with pytest.raises(InvalidInput, match="steps_ahead"):
         CacheSchema.build(TINY, steps_ahead=-1)
