@@ -14,9 +14,11 @@ from typing import NoReturn
 from torch import Tensor
 
 from dsv4.cache.admission import Admission
+from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn
 from dsv4.cache.memory import CacheMemory, Lane
 from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.captures import ChunkCaptures
 from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.prepare_forward import (
@@ -105,11 +107,7 @@ class Steps:
             new_blocks = lane.buffers.fill_new_blocks(growth)
             if self._schema.model.draft_block:
                 overlap.note_lost_windows(self._schema, plan, self._table)
-            captures = None
-            if plan.prefill is not None:
-                captures = self._prefix.captures.plan(
-                    plan.prefill, self._memory.slot_arena.bytes, lane.workspace
-                )
+            captures = None if plan.prefill is None else self._plan_captures(plan.prefill, lane)
             lane.buffers.send(self._memory.block_table, new_blocks)
             if len(plan.batches) > 1:
                 lane.chunk_buffers.send(self._memory.block_table)
@@ -126,6 +124,10 @@ class Steps:
         self._guard.change.hand_out(plan)
         self.open.append(plan)
         return plan
+
+    def _plan_captures(self, prefill: Batch, lane: Lane) -> ChunkCaptures | None:
+        slots = self._memory.slot_arena.bytes
+        return self._prefix.captures.plan(prefill, slots, lane.workspace)
 
     def _read_step(
         self,

@@ -229,7 +229,8 @@ class Tiers:
         if not isinstance(prompt, Prompt):
             prompt, salt = manager.prompt(prompt, salt), None
         seconds = require_timeout(timeout_s)
-        manager._admission.require_within(prompt, salt)
+        if manager.table.supply.limits:
+            manager._admission.require_within(prompt, salt)
         fetch = self._fetch_with_state(prompt, salt, last)
         try:
             self._wait_for(fetch, seconds)
