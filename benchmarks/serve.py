@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import current_commit, machine
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.engine import Engine
@@ -236,10 +236,7 @@ def in_turns(runs: Mapping[tuple[str, int], Callable[[], dict[str, Any]]]) -> It
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return {**machine(("dsv4", "torch", "transformers")), "commit": commit.stdout.strip()}
+    return {**machine(("dsv4", "torch", "transformers")), "commit": current_commit()}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

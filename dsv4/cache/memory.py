@@ -58,7 +58,6 @@ class Lane:
             max_tokens=max_tokens,
             device=block_table.device,
         )
-        self.both_buffers = self.buffers, self.chunk_buffers
         self.workspace = Workspace(
             schema,
             backend,
