@@ -94,9 +94,19 @@ class EntriesMemory:
         self.entry_of[slot].fill_(-1)
 
     def forget_lost(self) -> None:
+        """Forgets the hot records of slots that are lost. In a captured graph that happens when it
+        is replayed, so they stay lost until the next step is planned."""
+        if not self.lost:
+            return
+        is_capturing = self.is_capturing()
         for slot in tuple(self.lost):
             self.forget_hot(slot)
-            self.lost.discard(slot)
+            if not is_capturing:
+                self.lost.discard(slot)
+
+    def is_capturing(self) -> bool:
+        """Whether what is launched now becomes part of a graph."""
+        return self.place.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def read_counts(self) -> list[list[int]]:
         """Hits, misses and bytes fetched of each layer. Does not wait: on a GPU they are those of
@@ -106,6 +116,8 @@ class EntriesMemory:
         if self._arrived is None:
             self._counts = torch.zeros_like(self.counted, device="cpu").pin_memory()
             self._stream = torch.cuda.Stream(self.counted.device)
+            # `counted` is written before it is read for the first time
+            self._stream.wait_stream(torch.cuda.current_stream(self.counted.device))
         if self._arrived is None or self._arrived.query():
             found = self._counts.tolist()
             with torch.cuda.stream(self._stream):
@@ -130,6 +142,7 @@ class LaneEntries:
         self._memory = memory
         # the row of each block of a request in host memory
         self._host_table = memory.tables[1] if len(memory.tables) > 1 else block_table
+        self._pool = pool  # pinned for as long as a handle may read it
         self._host = None if pool is None else pool.bytes
         requests, top_k = block_table.shape[0], schema.model.index_topk
         self._rows = torch.empty(max_tokens * top_k, dtype=torch.int32, device=device)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 from dsv4.errors import InvalidInput
+from dsv4.ops.device import on_device
 from dsv4.units import format_bytes
 
 
@@ -40,7 +42,8 @@ class HostPool:
             from dsv4.tiers.pin import pin  # needs the extra dsv4[tiers]
 
             try:
-                unpin = pin(self.memory)
+                with on_device(device):
+                    unpin = pin(self.memory)
             except InvalidInput as error:
                 raise InvalidInput(
                     f"host_memory: {format_bytes(size_bytes)} for the entries of {blocks:,} blocks "
@@ -48,7 +51,7 @@ class HostPool:
                     f"(ulimit -l), or build the manager without host_memory"
                 ) from error
             # the driver must forget the memory before the system does, when the process ends too
-            weakref.finalize(self, unpin)
+            weakref.finalize(self, _let_go, unpin, device)
 
     def piece(self, row: int) -> memoryview:
         width = self.bytes.shape[1]
@@ -56,3 +59,10 @@ class HostPool:
 
     def memory_bytes(self) -> int:
         return self.bytes.numel()
+
+
+def _let_go(unpin: Callable[[], None], device: torch.device) -> None:
+    """Kernels and copies that were launched may still use the memory."""
+    with suppress(RuntimeError):  # after an error of the device nothing runs any more
+        torch.cuda.synchronize(device)
+    unpin()

@@ -352,7 +352,11 @@ class Residency:
         self.note_end(plan)
 
     def note_end(self, plan: ForwardPlan) -> None:
-        """A plan is over: gives back rows for tokens that were not kept."""
+        """A plan is over: what comes next waits for all that is on its way to its staging, because
+        it may change what that reads. Gives back rows for tokens that were not kept."""
+        lane = self._memory.lanes[plan.lane]
+        assert lane.entries is not None
+        lane.entries.chunks.end()
         for request in plan.requests:
             if not request.released:
                 self._trim(request)
