@@ -571,7 +571,7 @@ class ChunkStep(DecodeStep):
         """Nothing is there of an earlier run."""
         for lane in self.manager.memory.lanes:
             if lane.entries is not None:
-                lane.entries.chunks.forget_held()
+                lane.entries.chunks._held = [None, None]
         super().run(parts, batches)
 
     def note(self) -> str:

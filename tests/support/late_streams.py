@@ -101,7 +101,7 @@ class LateGpu:
         and what comes up for chunks."""
         residency, backend = manager._residency, manager.backend
         assert residency is not None
-        self._make_copies_late(residency.copies._copies)
+        self._make_copies_late(residency.copies.host._copies)
         if manager.tiers:
             self._make_copies_late(manager.tiers._copies)  # type: ignore[attr-defined]
         for lane in manager.memory.lanes:

@@ -58,9 +58,7 @@ class SideStream:
 
     def hold_back_for_all(self) -> None:
         if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(current)  # a capture has only what began inside of it
-            current.wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class ChunkEntries:
@@ -160,7 +158,6 @@ class ChunkEntries:
         if half is None:
             half = 0 if self._coming[0] is None else 1
             self._forget(half)
-            self.side.hold_back_for_all()  # what broke off may still be on its way there
             self._stage(backend, layer, group, half, "all")
             self._held[half] = unit
         self.side.hold_back(self._coming[half])
@@ -226,7 +223,8 @@ class ChunkEntries:
         backend.stage(self.staging_of(layer, half, requests, which))
 
     def _forget(self, half: int) -> None:
-        """Its content is not needed, or was not read."""
+        """Its content is not needed. What is still on its way there has been launched before all
+        that is brought there from now on."""
         self._held[half] = self._coming[half] = None
 
     def _unit(self, layer: int, group: int) -> Unit:

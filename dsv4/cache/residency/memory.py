@@ -4,7 +4,7 @@ the table that maps blocks to them, and hot rows."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
 from dsv4.cache.hot_rows import HotLayout
 from dsv4.cache.residency.chunks import ChunkEntries
-from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.schema import CacheSchema
 from dsv4.ops.calls import EntrySource, HotRows, Resolving
+
+if TYPE_CHECKING:
+    from dsv4.cache.residency.pool import EntryRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class LaneEntries:
     and `chunks`, what a prefill batch reads."""
 
     def __init__(
-        self, memory: EntriesMemory, block_table: Tensor, pool: HostPool | None, *, max_tokens: int
+        self, memory: EntriesMemory, block_table: Tensor, pool: EntryRows | None, *, max_tokens: int
     ) -> None:
         schema, device = memory.schema, block_table.device
         self._memory = memory
