@@ -103,7 +103,7 @@ class LateGpu:
         assert residency is not None
         self._make_copies_late(residency.copies.host._copies)
         if manager.tiers:
-            self._make_copies_late(manager.tiers._copies)  # type: ignore[attr-defined]
+            self._make_copies_late(manager.tiers.route.copies)
         for lane in manager.memory.lanes:
             assert lane.entries is not None
             lane.entries.chunks.side._stream = self._side("chunks")
