@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,6 @@ from dsv4.cache.arena import Arena, LayerPlanes
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.pages import CompressorLayout, PageKind
 from dsv4.cache.residency.memory import EntriesMemory, EntrySizes, LaneEntries
-from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.schema import CacheSchema, LayerCacheSchema
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.cache.stats import MemoryBytes
@@ -22,6 +22,9 @@ from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import EntrySource
+
+if TYPE_CHECKING:
+    from dsv4.cache.residency.pool import EntryRows
 
 
 class Lane:
@@ -37,7 +40,7 @@ class Lane:
         *,
         max_tokens: int,
         entries: EntriesMemory | None = None,
-        pool: HostPool | None = None,
+        pool: EntryRows | None = None,
     ) -> None:
         self.number = number
         self.entries = (
@@ -82,7 +85,7 @@ class CacheMemory:
         device: torch.device,
         max_open_plans: int = 1,
         entry_sizes: EntrySizes | None = None,
-        pool: HostPool | None = None,
+        pool: EntryRows | None = None,
     ) -> None:
         self.schema, self.device = schema, device
         self.entries = (
