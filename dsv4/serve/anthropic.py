@@ -47,7 +47,7 @@ def routes(state: Served) -> APIRouter:
         question = Question(
             ids=ids,
             new_tokens=body.max_tokens,
-            sampling=sampling(body),
+            sampling=sampling(body, state.model.defaults),
             stops=tuple(body.stop_sequences or ()),
             stop_tokens=state.model.tokenizer.end_tokens,
         )

@@ -135,9 +135,9 @@ def _question(
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     chosen = sampling(
         body,
+        state.model.defaults,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
         logit_bias=bias,
     )
     if any(abs(value) > 100 for value in bias.values()):
