@@ -95,7 +95,7 @@ def _session(tenant: str | None, body: CacheFields, session: str | None) -> str:
     return f"{tenant or ''}/{body.cache_salt or ''}/{name}"
 
 
-def sampling(body: SamplingFields, defaults: Defaults, **others: object) -> Sampling:
+def sampling(body: SamplingFields, defaults: Defaults, **others: Any) -> Sampling:
     """How tokens are chosen: as the request says, or else as the model wants it, or else with the
     defaults of OpenAI's API."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

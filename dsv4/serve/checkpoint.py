@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dsv4.integrations.transformers.accelerate import accelerate
 from dsv4.integrations.transformers.engine import _Model
 from dsv4.integrations.transformers.forward import FastForward
 from dsv4.integrations.transformers.model import cache_schema
+from dsv4.serve.calls import MARK
 from dsv4.serve.models import Defaults, Message, Opened, Room
 from dsv4.serve.schemas import GenerationFile
 from dsv4.units import format_bytes
@@ -57,7 +58,9 @@ class CheckpointTokenizer:
         self._bytes: list[bytes] = []
         for token, word in enumerate(tokenizer.convert_ids_to_tokens(range(self.vocabulary))):
             if token in added:
-                self._bytes.append(b"" if added[token].special else added[token].content.encode())
+                # the mark of calls is text here, however a tokenizer calls it
+                is_silent = added[token].special and added[token].content != MARK
+                self._bytes.append(b"" if is_silent else added[token].content.encode())
             else:
                 self._bytes.append(bytes(byte_of[letter] for letter in word or ""))
 
@@ -74,6 +77,23 @@ class CheckpointTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return self._bytes[token] if token < len(self._bytes) else b""
+
+
+def _with_read_arguments(message: Message) -> Message:
+    """With the arguments of its calls as objects, as transformers' templates take them; clients
+    send them as JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    found = list[Any]()
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(ValueError, RecursionError):  # what is no JSON stays as it is
+                read = {**function, "arguments": json.loads(function["arguments"])}
+                call = {**call, "function": read}
+        found.append(call)
+    return {**message, "tool_calls": found}
 
 
 class _Padded:
@@ -124,7 +144,7 @@ class Checkpoint:
             )
         try:
             found = self._template.apply_chat_template(
-                [*messages],
+                [_with_read_arguments(message) for message in messages],
                 tools=[*tools] or None,
                 add_generation_prompt=True,
                 tokenize=True,

@@ -267,6 +267,11 @@ class AnthropicTool(_Loose):
     cache_control: CacheControl | None = None
 
 
+class AnthropicToolChoice(_Strict):
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool | None = None  # known, and without effect here
+
+
 class MessagesRequest(SamplingFields):
     model: str
     messages: Some[AnthropicMessage]
@@ -276,6 +281,7 @@ class MessagesRequest(SamplingFields):
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     tools: Many[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     # known, and without effect here
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

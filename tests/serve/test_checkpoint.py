@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dsv4 import InvalidInput, PoolTooSmall
 from dsv4.serve.app import make_state
+from dsv4.serve.calls import MARK
 from dsv4.serve.checkpoint import Checkpoint, generation_file
 from dsv4.serve.models import Defaults
 from dsv4.serve.options import ServerOptions
@@ -24,10 +25,13 @@ from tests.integrations.tiny_v4 import draw_weights, tiny_config
 from tests.serve.serving import running
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "{% for name, value in c.function.arguments.items() %}({{ name }}={{ value }}){% endfor %}"
+    "{% endfor %}<|end|>{% endfor %}"
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}<|assistant|>"
 )
-ROLES = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+ROLES = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", MARK]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -103,6 +107,24 @@ def test_tokens_are_bytes_and_text_gives_no_special_token(checkpoint: Path) -> N
         assert not {*ids} & {*range(257, words.vocabulary)}
     assert words.end_tokens == {tokenizer().eos_token_id}
     assert words.token_bytes(tokenizer().eos_token_id) == b""
+
+
+def test_the_mark_of_calls_is_text_and_arguments_reach_the_template_as_objects(
+    checkpoint: Path,
+) -> None:
+    served = Checkpoint(str(checkpoint))
+    (token,) = served._template.encode(MARK, add_special_tokens=False)
+    assert served.tokenizer.token_bytes(token) == MARK.encode()  # special in this tokenizer
+
+    def call(arguments: str) -> dict[str, Any]:
+        function = {"name": "look", "arguments": arguments}
+        said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        return {"messages": [said], "tools": [{"type": "function", "function": function}]}
+
+    found = served.chat_tokens(**call('{"city": "Oslo", "days": 3}'))
+    assert b"(city=Oslo)(days=3)" in b"".join(map(served.tokenizer.token_bytes, found))
+    with pytest.raises(InvalidInput, match="chat template"):  # and not an error of the server
+        served.chat_tokens(**call("no JSON"))
 
 
 def changed(checkpoint: Path, place: Path, **changes: Any) -> str:
