@@ -23,7 +23,7 @@ from dsv4.serve.generation import overlap
 
 MARK = "\uff5cDSML\uff5c"  # a token of its own in DeepSeek's vocabulary
 OPEN, CLOSE = f"<{MARK}tool_calls>", f"</{MARK}tool_calls>"
-BREAK = "\n\n"  # before a block: the template writes it again, so it is no part of the text
+BREAK = "\n\n"  # before a block: the template writes it again, so the text goes without it
 _INVOKE = re.compile(rf'\s*<{MARK}invoke name="([^"]+)">(.*?)</{MARK}invoke>', re.DOTALL)
 _PARAMETER = re.compile(
     rf'\s*<{MARK}parameter name="([^"]+)" string="(true|false)">(.*?)</{MARK}parameter>',

@@ -58,7 +58,7 @@ class CheckpointTokenizer:
         self._bytes: list[bytes] = []
         for token, word in enumerate(tokenizer.convert_ids_to_tokens(range(self.vocabulary))):
             if token in added:
-                # the mark of calls is text here, however a tokenizer calls it
+                # the mark of calls is text here, special or not
                 is_silent = added[token].special and added[token].content != MARK
                 self._bytes.append(b"" if is_silent else added[token].content.encode())
             else:
@@ -89,7 +89,7 @@ def _with_read_arguments(message: Message) -> Message:
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with suppress(ValueError, RecursionError):  # what is no JSON stays as it is
+            with suppress(ValueError, RecursionError):  # what is not JSON stays as it is
                 read = {**function, "arguments": json.loads(function["arguments"])}
                 call = {**call, "function": read}
         found.append(call)
@@ -272,7 +272,7 @@ def generation_file(path: str) -> GenerationFile:
 
 
 def _file_of(path: str, name: str) -> Path | None:
-    """A file of a directory or a repository; None if there is no such file. Without a network only
+    """A file of a directory or a repository; None if it has none. Without a network only
     what was loaded before is there: the log says so."""
     if Path(path).is_dir():
         return found if (found := Path(path) / name).is_file() else None
