@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class DecodeStep:
         decodes: int = 0,
         block_arena_bytes: int = BLOCK_ARENA_BYTES,
     ) -> None:
-        self.schema = CacheSchema.build(model, max_context=context)
+        self.schema = self._make_schema(model, context)
         self.batch, self.context, self.chunk = batch, context, chunk
         self.counts = [1] * decodes + [chunk] * (batch - decodes)
         self.tokens = sum(self.counts)
@@ -106,6 +107,7 @@ class DecodeStep:
             max_requests=batch,
             max_step_tokens=self.tokens,
             device=device,
+            **self._options(),
         )
         self.layers = [s.layer for s in model.layers if not s.draft]
         self.named_layers = _named_layers(model)
@@ -221,6 +223,13 @@ class DecodeStep:
         return f"tables name {self.blocks_named:,} blocks, of which {self.blocks:,} are distinct"
 
     # ---- setting up ------------------------------------------------------------------------------
+
+    def _make_schema(self, model: ModelSpec, context: int) -> CacheSchema:
+        return CacheSchema.build(model, max_context=context)
+
+    def _options(self) -> dict[str, Any]:
+        """More options of the manager."""
+        return {}
 
     def _fill_arenas(self) -> None:
         """Bytes that are small numbers in every format; index keys and scales as they would be."""

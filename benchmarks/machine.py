@@ -1,15 +1,26 @@
-"""Where and when a benchmark of the host ran."""
+"""Where and when a benchmark ran, and of which commit."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def current_commit() -> str:
+    """The checkout's commit; `unknown` where the tree travelled without its history."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
 
 
 def machine(packages: Iterable[str]) -> dict[str, Any]:

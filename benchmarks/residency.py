@@ -1,5 +1,6 @@
 """Entries in host memory: `resolve` alone, and whole decode steps of V4-Flash whose CSA layers read
-entries that only the host has, at given shares of hits, in comparison with all on the device.
+entries that only the host has, at given shares of hits, in comparison with all on the device; and
+chunks over blocks whose entries are all in host memory, on the device, or not kept apart.
 
 Selections are synthetic. From one step to the next each keeps the given share of its entries; the
 others are ones that it has not named for a long time. An entry always comes from the same stretch
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
 from math import gcd
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch import Tensor
 from benchmarks import timing
 from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS, DecodeStep
+from benchmarks.prefill import timed
 from dsv4.cache.pages import Page
 from dsv4.cache.repeats import Key, Repeats
 from dsv4.cache.residency.pool import HostPool
@@ -34,6 +37,7 @@ from dsv4.ops.calls import Attention, EntrySource, HotRows, Resolving
 from dsv4.reference.pages import page_rows
 from dsv4.units import format_tokens
 
+DEVICE = "cuda"
 MODEL = "v4-flash"
 CSA_LAYER, RATIO = 2, 4
 BATCHES = (1, 16, 64, 256)
@@ -52,7 +56,18 @@ NOT_TIMED = Measurement(microseconds=0.0, launches=0, must_move_bytes=0)
 WARM_STEPS, STEPS = 12, 20
 
 
+# a chunk, and where the entries are of all that comes before it; "together": without host_memory
+CHUNK, CHUNK_CONTEXT = 8_192, 1_048_576
+Place = Literal["together", "device", "host"]
+PLACES: dict[Place, str] = {
+    "together": "without host_memory",
+    "device": "on the device",
+    "host": "in host memory",
+}
+
+
 def cases() -> Iterator[Case]:
+    yield from _chunk_cases()
     yield from _step_cases(TARGETS)
     yield from _resolve_cases()
     yield from _step_cases(OTHER_STEPS)
@@ -87,6 +102,21 @@ def _step_cases(steps: Sequence[tuple[int, int]]) -> Iterator[Case]:
                 context=context,
                 measure=partial(_measure_step, model, batch, context, hits),
             )
+
+
+def _chunk_cases() -> Iterator[Case]:
+    model = ModelSpec.preset(MODEL)
+    start = format_tokens(CHUNK_CONTEXT - CHUNK)
+    for place, where in PLACES.items():
+        yield Case(
+            name=f"chunk {MODEL} {CHUNK} from {start} {where}",
+            suite="residency",
+            series=f"chunk from {start} {where}",
+            model=MODEL,
+            batch=CHUNK,
+            context=CHUNK_CONTEXT,
+            measure=partial(_measure_chunk, model, place),
+        )
 
 
 # ---- selections ----------------------------------------------------------------------------------
@@ -254,7 +284,7 @@ def _resolving_layers_of(model: ModelSpec, batch: int, arena_bytes: int) -> list
         hits=1.0,
         records=HOT_ENTRIES,
         calls=CALLS,
-        device="cuda",
+        device=DEVICE,
         arena_bytes=arena_bytes,
     )
 
@@ -271,7 +301,7 @@ def _measure_resolve(model: ModelSpec, batch: int, hits: float) -> Measurement:
     layers = _resolving_layers_of(model, batch, _arena_bytes())
     for layer in layers:
         layer.set_hits(hits)
-    backend = load_backend("triton", torch.device("cuda"))
+    backend = load_backend(None, torch.device(DEVICE))
 
     def resolve_all() -> None:
         for layer in layers:
@@ -465,7 +495,7 @@ class _Unrepeated(Repeats):
 def _step_of(model: ModelSpec, batch: int, context: int, arena_bytes: int) -> HostStep:
     """Compiled for both places."""
     step = HostStep(
-        model, batch=batch, context=context, device="cuda", hits=None, arena_bytes=arena_bytes
+        model, batch=batch, context=context, device=DEVICE, hits=None, arena_bytes=arena_bytes
     )
     if not timing.is_compiling():
         for hits in (None, 1.0):
@@ -490,4 +520,87 @@ def _measure_step(model: ModelSpec, batch: int, context: int, hits: float | None
         launches=timed.launches,
         must_move_bytes=step.must_move_bytes(),
         note=note,
+    )
+
+
+# ---- chunks --------------------------------------------------------------------------------------
+
+
+class ChunkStep(DecodeStep):
+    """The last `chunk` tokens of one request. The entries of the blocks before it are where `place`
+    says, and they are the same in host memory as on the device."""
+
+    def __init__(
+        self, model: ModelSpec, place: Place, *, chunk: int, context: int, device: str
+    ) -> None:
+        self.place: Place = place
+        super().__init__(model, batch=1, chunk=chunk, context=context, device=device)
+
+    def _make_schema(self, model: ModelSpec, context: int) -> CacheSchema:
+        apart = self.place != "together"
+        return CacheSchema.build(model, max_context=context, entries_apart=apart)
+
+    def _options(self) -> dict[str, Any]:
+        if self.place == "together":
+            return {}
+        options = {"host_memory": self.blocks * self.schema.bytes.entries}
+        return options | ({"entry_rows": self.blocks} if self.place == "device" else {})
+
+    def _admit_requests(self) -> None:
+        super()._admit_requests()
+        residency, entries = self.manager._parts.residency, self.manager.memory.entries
+        if residency is None or entries is None:
+            return
+        (request,), places = self.requests, residency.places
+        before = request.block_ids[: request.length // self.schema.block_tokens]
+        if self.place == "host":
+            target, rows = residency._pool.bytes, before
+            places.in_host[before] = True
+        else:
+            target, rows = entries.arena.bytes, places.take(len(before))
+            for depth, (block_id, row) in enumerate(zip(before, rows, strict=True)):
+                places.place(block_id, row, depth)
+        for first in range(0, len(rows), BLOCKS_AT_ONCE):
+            chosen = torch.tensor(rows[first : first + BLOCKS_AT_ONCE], device=target.device)
+            target[chosen] = small_numbers(
+                len(chosen), self.schema.bytes.entries, self.manager.device
+            ).to(target.device)
+        residency.tables.publish(request.slot, 0, request.block_ids)
+
+    def run(self, parts: Sequence[str], batches: Sequence[int] = (0, 1)) -> None:
+        """Nothing is there of an earlier run."""
+        for lane in self.manager.memory.lanes:
+            if lane.entries is not None:
+                lane.entries.chunks._held = [None, None]
+        super().run(parts, batches)
+
+    def note(self) -> str:
+        if self.place != "host":
+            return super().note()
+        blocks = (self.context - self.chunk) // self.schema.block_tokens
+        return f"{super().note()}; {blocks * self.schema.bytes.entries:,} bytes come up"
+
+
+def small_numbers(rows: int, row_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [rows, row_bytes] that are small numbers in every format."""
+    made = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
+    made.view(torch.int64).random_().bitwise_and_(0x0707070707070707).bitwise_or_(
+        0x3838383838383838
+    )
+    return made
+
+
+def _measure_chunk(model: ModelSpec, place: Place) -> Measurement:
+    if timing.is_compiling():
+        return NOT_TIMED  # a chunk sees to its own kernels
+    _step_of.cache_clear()
+    step = ChunkStep(model, place, chunk=CHUNK, context=CHUNK_CONTEXT, device=DEVICE)
+    step.compile()
+    step.run(PARTS)
+    microseconds, launches = timed(partial(step.run, PARTS))
+    return Measurement(
+        microseconds=microseconds,
+        launches=launches,
+        must_move_bytes=step.must_move_bytes(),
+        note=step.note(),
     )

@@ -13,7 +13,6 @@ import argparse
 import gc
 import platform
 import re
-import subprocess
 import sys
 import time
 import traceback
@@ -26,6 +25,7 @@ import triton
 
 from benchmarks import installed
 from benchmarks.case import ANCHORS_ARE_OF, Case, Measurement
+from benchmarks.machine import current_commit
 from benchmarks.registry import SUITES
 from benchmarks.timing import Ceilings, compiling, measure_ceilings
 from dsv4.bench import BenchResult, Run, read_results, write_results
@@ -251,14 +251,6 @@ def line(result: BenchResult) -> str:
     for name, time_us in result.parts_us.items():
         text += f"\n{'':6}{name:38} {time_us:9.2f} {result.parts_launches[name]:8}"
     return text + (f"\n{'':6}{result.note}" if result.note else "")
-
-
-def current_commit() -> str:
-    """The checkout's commit; `unknown` where the tree travelled without its history."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
 
 
 def _environment(commit: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """How fast `dsv4 serve` answers: time to the first piece, between pieces, tokens a second.
 
     pip install --target DIR --no-deps accelerate psutil      # which transformers' server needs
-    python -m benchmarks.serve --packages DIR [--clients 1 8 32]
-    python -m benchmarks.serve --table                         # what docs/serve.md has
+    python -m benchmarks.serve --packages DIR --page [--clients 1 8 32]   # into docs/serve.md
+    python -m benchmarks.serve --table                                  # what docs/serve.md has
 
 In one run, with the demo model, which both sides read: `dsv4 serve` and `transformers serve` with
 several clients, the engine and transformers' `generate` one question after another. Servers are
@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import current_commit, machine
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.engine import Engine
@@ -43,6 +43,7 @@ from dsv4.serve.models import Room, decode
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "serve.jsonl"
+PAGE = ROOT / "docs" / "serve.md"
 MODEL = Path(str(files("dsv4") / "data" / "demo_model"))
 DSV4, TRANSFORMERS = "`dsv4 serve`", "`transformers serve`"
 ENGINE, GENERATE = "`dsv4.engine`, one after another", "`generate`, one after another"
@@ -236,10 +237,7 @@ def in_turns(runs: Mapping[tuple[str, int], Callable[[], dict[str, Any]]]) -> It
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return {**machine(("dsv4", "torch", "transformers")), "commit": commit.stdout.strip()}
+    return {**machine(("dsv4", "torch", "transformers")), "commit": current_commit()}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -282,8 +280,21 @@ def paragraph(rows: Sequence[dict[str, Any]]) -> str:
     return f"{where(rows[-1]['run'])}\n"
 
 
-def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+def shown(rows: Sequence[dict[str, Any]]) -> str:
+    """What docs/serve.md has of the newest run."""
+    return f"{paragraph(rows)}\n{table(rows)}"
+
+
+def write_page(old: str, new: str) -> None:
+    """Raises ValueError if the page does not have the old text."""
+    text = PAGE.read_text(encoding="utf-8")
+    if old not in text:
+        raise ValueError(f"{PAGE} does not have the figures of the last run: write {new!r} there")
+    PAGE.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def read(results: Path = RESULTS) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -291,12 +302,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--packages", type=Path, help="a directory with accelerate and psutil")
     parser.add_argument("--table", action="store_true", help="print the table of the newest run")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/serve.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if options.table:
-        rows = read()
-        print(f"{paragraph(rows)}\n{table(rows)}")
+        print(shown(read()))
         return
+    before = shown(read())
     if options.packages is not None:
         PACKAGES.append(str(options.packages.resolve()))
     torch.set_num_threads(1)
@@ -305,6 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in measured(options.clients):
             print(json.dumps(row), flush=True)
             file.write(json.dumps({**row, "run": run}) + "\n")
+    if options.page:
+        write_page(before, shown(read(options.results)))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python tools/train_recall.py OUT [--seed 1]
 
-While it is trained every query reads all entries, and the indexer learns from where attention looks
-(a KL loss on its scores). Texts have 168 tokens; longer ones, of whose entries the indexer selects
-a few, are read without having been trained on.
+First on texts of 168 tokens, in which every query reads all entries and the indexer learns from
+where attention looks (a KL loss on its scores). Then on texts of 1,024 tokens in which the
+questions read what the indexer selects. Longer ones are read without having been trained on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,28 @@ RECALL_CONFIG: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# of a step: its rows, and of each its tokens, pairs and questions
-ROWS, TOKENS, PAIRS, QUESTIONS = 16, 168, 8, 8
-STEPS, SPAN = 200, 500  # SPAN: where the cosine of the rate would end
-LEARNING_RATE = 1e-3
 INDEX_LOSS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Steps of one kind; of a step its rows, of each row its tokens, pairs and questions.
+    `span`: where the cosine of the rate would end."""
+
+    steps: int
+    span: int
+    peak: float
+    rows: int
+    tokens: int
+    pairs: int
+    questions: int
+    select: bool
+
+
+STAGES = (
+    Stage(steps=200, span=500, peak=1e-3, rows=16, tokens=168, pairs=8, questions=8, select=False),
+    Stage(steps=300, span=300, peak=3e-4, rows=8, tokens=1024, pairs=24, questions=16, select=True),
+)
 
 
 def recall_weights(seed: int) -> dict[str, Tensor]:
@@ -96,45 +114,63 @@ def right(network: Network, *, tokens: int, pairs: int, questions: int, seed: in
         tokens, pairs=pairs, questions=questions, generator=torch.Generator().manual_seed(seed)
     )
     with torch.no_grad():
-        logits = parallel.run(network, asked.ids[None]).logits[0]
-    return float((logits[asked.asked].argmax(dim=-1) == asked.values).float().mean())
+        logits = parallel.run(network, asked.ids[None], rows=asked.asked).logits[0]
+    return float((logits.argmax(dim=-1) == asked.values).float().mean())
 
 
 def train(out: Path, *, seed: int) -> None:
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     weights = recall_weights(seed)
-    optimizer = optimizer_of(weights)
     network = Network(config=RECALL_CONFIG, weights=weights)
-    begin = time.monotonic()
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        texts = [
-            recall(TOKENS, pairs=PAIRS, questions=QUESTIONS, generator=generator)
-            for _ in range(ROWS)
-        ]
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, SPAN, LEARNING_RATE)
-        ids = torch.stack([text.ids for text in texts])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            result = parallel.run(network, ids, index_loss=step % 2 == 0, select=False)
-        asked = result.logits.float()[:, texts[0].asked]
-        values = torch.stack([text.values for text in texts])
-        loss = cross_entropy(asked.flatten(0, 1), values.flatten())
-        total = loss if result.index_loss is None else loss + INDEX_LOSS * result.index_loss
-        optimizer.zero_grad()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_([w for w in weights.values() if w.requires_grad], CLIP)
-        optimizer.step()
-        if step % 20 == 0 or step + 1 == STEPS:
-            part = float((asked.argmax(dim=-1) == values).float().mean())
-            seconds = time.monotonic() - begin
-            print(
-                f"{step} loss {float(loss.detach()):.3f} right {part:.2f} {seconds:.0f} s",
-                flush=True,
-            )
-        if (step + 1) % 100 == 0 or step + 1 == STEPS:
-            write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": STEPS})
+    begin, steps = time.monotonic(), 0
+    for stage in STAGES:
+        optimizer = optimizer_of(weights)
+        for nth in range(stage.steps):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + steps)
+            told = step(network, optimizer, stage, nth, generator)
+            steps += 1
+            if nth % 20 == 0 or nth + 1 == stage.steps:
+                print(f"{steps} {told} {time.monotonic() - begin:.0f} s", flush=True)
+    of_steps = sum(stage.steps for stage in STAGES)
+    write(out, weights, {"seed": seed, "steps": steps, "of_steps": of_steps})
+
+
+def step(
+    network: Network,
+    optimizer: torch.optim.Optimizer,
+    stage: Stage,
+    nth: int,
+    generator: torch.Generator,
+) -> str:
+    """One step of a stage, and how it went."""
+    texts = [
+        recall(stage.tokens, pairs=stage.pairs, questions=stage.questions, generator=generator)
+        for _ in range(stage.rows)
+    ]
+    for group in optimizer.param_groups:
+        group["lr"] = rate(nth, stage.span, stage.peak)
+    ids, at = torch.stack([text.ids for text in texts]), texts[0].asked
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = parallel.run(
+            network,
+            ids,
+            index_loss=stage.select or nth % 2 == 0,
+            select=stage.select,
+            rows=at if stage.select else None,
+        )
+    asked = result.logits.float()
+    asked = asked if stage.select else asked[:, at]
+    values = torch.stack([text.values for text in texts])
+    loss = cross_entropy(asked.flatten(0, 1), values.flatten())
+    total = loss if result.index_loss is None else loss + INDEX_LOSS * result.index_loss
+    optimizer.zero_grad()
+    total.backward()
+    trained = [w for group in optimizer.param_groups for w in group["params"]]
+    torch.nn.utils.clip_grad_norm_(trained, CLIP)
+    optimizer.step()
+    part = float((asked.argmax(dim=-1) == values).float().mean())
+    return f"loss {float(loss.detach()):.3f} right {part:.2f}"
 
 
 def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -147,7 +183,7 @@ def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
         "parameters": sum(weight.numel() for weight in rounded.values()),
         "right": {
             str(tokens): right(network, tokens=tokens, pairs=24, questions=12, seed=7)
-            for tokens in (512, 1024, 2048)
+            for tokens in (512, 1024, 2048, 4096)
         },
         "torch": torch.__version__,
         "sha256": {

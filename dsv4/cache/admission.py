@@ -32,7 +32,7 @@ from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
-from dsv4.cache.requests import Condition, Request, RequestTable, require_context
+from dsv4.cache.requests import Condition, Request, RequestTable, require_context, require_fit
 from dsv4.errors import (
     ContextOverflow,
     InvalidInput,
@@ -68,7 +68,7 @@ class Admission:
         if hints is not None:
             require_type("hints", hints, Hints)
         read = token_ids(ids)
-        require_context(self._schema, len(read))
+        require_fit(self._schema, len(read))
         return self._prefix.prompt(read, salt, hints)
 
     def read(
@@ -80,12 +80,11 @@ class Admission:
                 raise InvalidInput(
                     "a prompt has its salt already: give it to manager.prefix.prompt"
                 )
-            return require_context(self._schema, prompt.tokens), self._prefix.trail_of(prompt)
+            return require_fit(self._schema, prompt.tokens), self._prefix.trail_of(prompt)
         if isinstance(prompt, int | np.integer):
             return require_context(self._schema, prompt), None
         ids = token_ids(prompt)
-        count = require_context(self._schema, len(ids))
-        return count, self._prefix.trail(ids, salt)
+        return require_fit(self._schema, len(ids)), self._prefix.trail(ids, salt)
 
     def look_up(self, prompt: Prompt) -> Resume:
         count, trail = self.read(prompt, None)
@@ -130,7 +129,8 @@ class Admission:
         reuse: bool,
         hints: Hints | None,
     ) -> Request:
-        require_flag("reuse", reuse)
+        if reuse is not True:
+            require_flag("reuse", reuse)
         if hints is not None:
             require_type("hints", hints, Hints)
         count, found = self.read(prompt, salt)

@@ -142,10 +142,13 @@ class BlockAllocator:
                 total=self.total,
                 asker_blocks=count if asker_blocks is None else asker_blocks,
             )
-        if count == 0:
-            return []
-        taken = self._free[: -count - 1 : -1]
-        del self._free[-count:]
+        return self.take_next(count)
+
+    def take_next(self, count: int) -> list[int]:
+        """`take` of blocks that are known to be free."""
+        taken = self.next_ids(count)
+        assert len(taken) == count, "blocks are taken that are not free"
+        del self._free[len(self._free) - count :]
         for block_id in taken:
             self._references[block_id] = 1
         return taken
@@ -225,7 +228,7 @@ class BlockAllocator:
 
     def take_in_flight(self, count: int) -> list[int]:
         """`count` free blocks, which must exist, for bytes that will arrive."""
-        taken = self.take(count)
+        taken = self.take_next(count)
         self._in_flight.update(taken)
         for block_id in taken:
             self._references[block_id] = 0
@@ -454,7 +457,7 @@ class BlockSupply:
     def settle(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved; what was cached there is evicted."""
         self._prepare(reserved)
-        return self.allocator.take(len(reserved.block_ids))
+        return self.allocator.take_next(len(reserved.block_ids))
 
     def settle_in_flight(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved for bytes that will arrive."""

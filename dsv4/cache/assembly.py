@@ -24,7 +24,6 @@ from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.requests import RequestTable
 from dsv4.cache.residency.host_rows import HostRows, SharedHostRows
 from dsv4.cache.residency.places import EntryPlaces, ResidentAllocator
-from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.residency.sizes import entry_sizes, needed_entry_rows, require_fits
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.state import SnapshotLayout
@@ -81,6 +80,8 @@ def make_parts(
     sizes = entry_sizes(schema, options, num_blocks=num_blocks, max_requests=max_requests)
     pool = places = None
     if sizes is not None:
+        from dsv4.cache.residency.pool import HostPool  # needs the extra dsv4[tiers]
+
         backend.check_apart()
         pool = HostPool(sizes.host_rows, schema.bytes.entries, device)
         hosts = HostRows(num_blocks)

@@ -29,6 +29,10 @@ MOST_SHOWN = 4  # requests, in a repr
 LEAST_POSITION_BOUND = 2048
 
 
+# tokens and requests that a batch is padded to
+Padding = tuple[int | None, int | None]
+UNPADDED: Padding = (None, None)
+
 BatchPart = Literal["decode", "prefill", "drafts"]
 
 
@@ -255,19 +259,16 @@ class Batch(Uncopied):
 
 
 def make_batch(
-    buffers: StepBuffers,
-    step: StepTokens,
-    *,
-    lane: int,
-    pad_tokens: int | None = None,
-    pad_requests: int | None = None,
+    buffers: StepBuffers, step: StepTokens, lane: int, padding: Padding = UNPADDED
 ) -> Batch:
     """Fills the host buffer with the rows of a step, and cuts the device's to size."""
     item_counts = buffers.fill(step)
     tokens, requests = step.shape.num_tokens, len(step.shape.requests)
-    if pad_tokens is not None or pad_requests is not None:
-        tokens = tokens if pad_tokens is None else int(pad_tokens)
-        requests = requests if pad_requests is None else int(pad_requests)
+    if padding != UNPADDED:
+        tokens, requests = (
+            own if padded is None else int(padded)
+            for own, padded in zip((tokens, requests), padding, strict=True)
+        )
         item_counts = buffers.most_item_counts(tokens=tokens, requests=requests)
     return cut_batch(
         buffers, step, lane=lane, requests=requests, tokens=tokens, item_counts=item_counts

@@ -40,6 +40,10 @@ from dsv4.ops.columns import request_columns, token_columns
 __all__ = ["ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView"]
 
 
+# the compressor's c and z, the indexer's c and z
+Projections = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EntryRecords:
     """`rows` for the pages of one compressor; a negative `block_id` writes nothing."""
@@ -165,14 +169,10 @@ class LayerCacheHandle(Uncopied):
         batch.written.note(self.layer)
 
     def _append_calls(
-        self,
-        batch: Batch,
-        weights: LayerWeights,
-        kv: Tensor,
-        projections: tuple[Tensor | None, ...],
+        self, batch: Batch, weights: LayerWeights, kv: Tensor, projections: Projections
     ) -> list[partial[None]]:
         window = self._window_write(batch, kv, weights)
-        writes = self._compressor_writes(batch, weights, *projections)
+        writes = self._compressor_writes(batch, weights, projections)
         step = self._step_tensors(batch, weights)
         return [partial(self.backend.append, step, window, writes)]
 
@@ -182,11 +182,11 @@ class LayerCacheHandle(Uncopied):
         captures: BatchCaptures,
         weights: LayerWeights,
         kv: Tensor,
-        projections: tuple[Tensor | None, ...],
+        projections: Projections,
     ) -> None:
         """An append of which snapshots are taken, before it and after it."""
         window = self._window_write(batch, kv, weights)
-        writes = self._compressor_writes(batch, weights, *projections)
+        writes = self._compressor_writes(batch, weights, projections)
         step = self._step_tensors(batch, weights)
         batch.written.begin(self.layer)
         captures.before_append(self.layer, writes)
@@ -248,10 +248,10 @@ class LayerCacheHandle(Uncopied):
         self._require_whole_tails("write_tail")
         batch = self._decode_batch("write_tail")
         tensor_checks.layer_weights(weights)
-        writes = self._compressor_writes(batch, weights, c, z, index_c, index_z, compress=False)
+        writes = self._compressor_writes(batch, weights, (c, z, index_c, index_z))
         step = self._step_tensors(batch, weights)
         batch.written.begin(self.layer)
-        self.backend.append(step, None, writes)
+        self.backend.append(step, None, [replace(each, compress=False) for each in writes])
         batch.written.note_part(self.layer, TAILS, self._parts)
 
     @in_turn
@@ -264,7 +264,7 @@ class LayerCacheHandle(Uncopied):
         batch = self._decode_batch("flush_compression")
         tensor_checks.layer_weights(weights)
         writes = [
-            self._compressor_write(batch, layout, w, name, write_tails=False)
+            replace(self._compressor_write(batch, layout, w, name), write_tails=False)
             for layout, w, name in (
                 (self._compressor, weights.compressor, ""),
                 (self._index_compressor, weights.index_compressor, "index_"),
@@ -286,12 +286,12 @@ class LayerCacheHandle(Uncopied):
         indexer = layout.kind == "index"
         chosen = weights.index_compressor if indexer else weights.compressor
         name = "index_" if indexer else ""
-        write = self._compressor_write(batch, layout, chosen, name, write_tails=False)
+        write = self._compressor_write(batch, layout, chosen, name)
         shape, dtype = (write.items.shape[0], layout.width), layout.page.format.value_dtype
         for check in (self._check.rows, self._check.whole):
             check("out", out, shape, dtype)
         step = self._step_tensors(batch, weights)
-        self.backend.append(step, None, (replace(write, dense=out),))
+        self.backend.append(step, None, (replace(write, write_tails=False, dense=out),))
 
     @in_turn
     def write_entries(self, records: Sequence[EntryRecords]) -> None:
@@ -320,22 +320,15 @@ class LayerCacheHandle(Uncopied):
         )
 
     def _compressor_writes(
-        self,
-        batch: Batch,
-        weights: LayerWeights,
-        c: Tensor | None,
-        z: Tensor | None,
-        index_c: Tensor | None,
-        index_z: Tensor | None,
-        *,
-        compress: bool = True,
+        self, batch: Batch, weights: LayerWeights, projections: Projections
     ) -> list[CompressorWrite]:
+        c, z, index_c, index_z = projections
         compressors = (
             (self._compressor, weights.compressor, "", c, z, weights.index_projection),
             (self._index_compressor, weights.index_compressor, "index_", index_c, index_z, None),
         )
         return [
-            self._compressor_write(batch, *each, compress=compress)
+            self._compressor_write(batch, *each)
             for each in compressors
             if tensor_checks.wanted(each[0], *each[2:5], self.layer)
         ]
@@ -364,9 +357,6 @@ class LayerCacheHandle(Uncopied):
         c: Tensor | None = None,
         z: Tensor | None = None,
         keys: KeyProjection | None = None,
-        *,
-        compress: bool = True,
-        write_tails: bool = True,
     ) -> CompressorWrite:
         assert layout is not None
         rows = batch.padded_tokens, layout.columns
@@ -388,8 +378,6 @@ class LayerCacheHandle(Uncopied):
             norm=weights.norm,
             c=c,
             z=z,
-            compress=compress,
-            write_tails=write_tails,
             keys=None if layout.key_page is None else keys,
         )
 
@@ -538,8 +526,9 @@ class LayerCacheHandle(Uncopied):
         keys, model = self.memory.index_keys, self._model
         assert keys is not None
         rows, heads = batch.padded_tokens, model.index_heads
-        require_flag("prepared", prepared)
-        require_flag("round_bf16", round_bf16)
+        if prepared is not False or round_bf16 is not True:
+            require_flag("prepared", prepared)
+            require_flag("round_bf16", round_bf16)
         count = model.index_topk if top_k is None else require_count("top_k", top_k)
         needed, dtype = (rows, "heads", model.index_dim), self._index_dtype
         self._check.whole("q", q, needed, dtype, tensor_checks.OF_ROWS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -15,7 +15,6 @@ from dsv4.cache.changes import Uncopied
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.pages import CompressorLayout, PageKind
 from dsv4.cache.residency.memory import EntriesMemory, EntrySizes, LaneEntries
-from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.schema import CacheSchema, LayerCacheSchema
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.cache.stats import MemoryBytes
@@ -24,6 +23,9 @@ from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import EntrySource
+
+if TYPE_CHECKING:
+    from dsv4.cache.residency.pool import EntryRows
 
 
 class Lane:
@@ -39,7 +41,7 @@ class Lane:
         *,
         max_tokens: int,
         entries: EntriesMemory | None = None,
-        pool: HostPool | None = None,
+        pool: EntryRows | None = None,
     ) -> None:
         self.number = number
         self.entries = (
@@ -60,7 +62,6 @@ class Lane:
             max_tokens=max_tokens,
             device=block_table.device,
         )
-        self.both_buffers = self.buffers, self.chunk_buffers
         self.workspace = Workspace(
             schema,
             backend,
@@ -97,7 +98,7 @@ class CacheMemory(Uncopied):
         device: torch.device,
         max_open_plans: int = 1,
         entry_sizes: EntrySizes | None = None,
-        pool: HostPool | None = None,
+        pool: EntryRows | None = None,
         snapshot_bytes: int = 0,
     ) -> None:
         self.schema, self.device = schema, device

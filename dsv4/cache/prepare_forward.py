@@ -26,7 +26,7 @@ from dsv4.cache.memory import Lane
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
-from dsv4.cache.step.shape import I64, StepShape, StepTokens
+from dsv4.cache.step.shape import I64, Before, StepShape, StepTokens
 from dsv4.errors import PlanError, is_whole
 from dsv4.ops.calls import FollowedDrafts, FollowedItems, Following
 
@@ -64,7 +64,16 @@ class ForwardPlan(Uncopied):
     batches: tuple[Batch, ...] = field(init=False)
     _instead: ClassVar[str] = "prepare_forward makes a plan for each step"
     _internal: ClassVar[frozenset[str]] = frozenset(
-        ("close", "counted_rows", "is_stored", "latest_ends", "rows_before", "shape", "start_at")
+        (
+            "close",
+            "counted_rows",
+            "is_stored",
+            "latest_ends",
+            "note_before",
+            "rows_before",
+            "shape",
+            "start_at",
+        )
     )
 
     def __post_init__(self) -> None:
@@ -107,6 +116,11 @@ class ForwardPlan(Uncopied):
         self.done = True
         for batch in (*self.batches, *self.drafts):
             batch.done = True
+
+    def note_before(self, before: Before) -> None:
+        """Its requests start where another plan leaves them."""
+        self.after, self.rows_before = before.plan, before.rows
+        self.unknown_starts, self.counted_rows = before.unknown_starts, before.counted_rows
 
     def start_at(self, starts: I64, unknown: NDArray[np.bool_] | None) -> None:
         """Updates where its requests start, once more is known."""
@@ -156,32 +170,30 @@ class PlanOptions(TypedDict, total=False):
     chunks_apart: bool
 
 
-def make_plan(
-    lane: Lane,
-    step: StepTokens,
-    *,
-    pad_tokens: int | None = None,
-    pad_requests: int | None = None,
-    drafts: int = 0,
-    chunks_apart: bool = False,
-) -> ForwardPlan:
+PLAIN: PlanOptions = {
+    "pad_tokens": None,
+    "pad_requests": None,
+    "drafts": 0,
+    "chunks_apart": False,
+}
+
+
+def make_plan(lane: Lane, step: StepTokens, options: PlanOptions) -> ForwardPlan:
     """Fills the host buffers with a step and cuts the device's tensors to size. With `chunks_apart`
     the requests with a few tokens have rows that never move, and the others rows of their own.
 
     Takes no blocks and copies nothing to the device.
     """
-    few, chunks = step, None
-    if chunks_apart:
+    few, chunks, drafts = step, None, options["drafts"]
+    if options["chunks_apart"]:
         few, chunks = step.split(decode_requests(lane.buffers.schema, step.shape))
-    batch = make_batch(
-        lane.buffers, few, lane=lane.number, pad_tokens=pad_tokens, pad_requests=pad_requests
-    )
+    padding = options["pad_tokens"], options["pad_requests"]
+    batch = make_batch(lane.buffers, few, lane.number, padding)
     decode, prefill = (batch, None) if batch.is_decode else (None, batch)
     if chunks is not None and chunks.shape.requests:
-        prefill = make_batch(lane.chunk_buffers, chunks, lane=lane.number)
+        prefill = make_batch(lane.chunk_buffers, chunks, lane.number)
         batch.part, prefill.part = "decode", "prefill"
-    before = step.before
-    return ForwardPlan(
+    plan = ForwardPlan(
         shape=step.shape,
         starts=step.starts,
         ends=step.ends,
@@ -190,11 +202,10 @@ def make_plan(
         prefill=prefill,
         drafts=draft_batches(lane.buffers, batch, int(drafts)) if drafts else (),
         lane=lane.number,
-        after=None if before is None else before.plan,
-        rows_before=None if before is None else before.rows,
-        unknown_starts=None if before is None else before.unknown_starts,
-        counted_rows=None if before is None else before.counted_rows,
     )
+    if step.before is not None:
+        plan.note_before(step.before)
+    return plan
 
 
 def decode_requests(schema: CacheSchema, shape: StepShape) -> int:
@@ -241,27 +252,20 @@ def following(buffers: StepBuffers, plan: ForwardPlan, accepted: Tensor | None) 
     )
 
 
-def check_step(
-    buffers: StepBuffers,
-    shape: StepShape,
-    *,
-    pad_tokens: int | None = None,
-    pad_requests: int | None = None,
-    drafts: int = 0,
-    chunks_apart: bool = False,
-) -> None:
+def check_step(buffers: StepBuffers, shape: StepShape, options: PlanOptions) -> None:
     """Raises PlanError when a step does not fit into the buffers, or its padding or draft steps do
     not fit the step."""
-    schema = buffers.schema
-    if chunks_apart:
-        check_step(buffers, shape)
+    schema, drafts = buffers.schema, options["drafts"]
+    if options["chunks_apart"]:
+        check_step(buffers, shape, PLAIN)
         shape, _ = shape.split(decode_requests(schema, shape))
     few = shape.most_tokens <= schema.max_decode_tokens
-    if not is_whole(drafts) or not 0 <= drafts <= (buffers.max_drafts if few else 0):
+    is_count = type(drafts) is int or is_whole(drafts)
+    if not is_count or not 0 <= drafts <= (buffers.max_drafts if few else 0):
         _refuse_drafts(buffers, shape, drafts)
     for name, live, padded, most in (
-        ("tokens", shape.num_tokens, pad_tokens, buffers.max_tokens),
-        ("requests", len(shape.requests), pad_requests, buffers.max_requests),
+        ("tokens", shape.num_tokens, options["pad_tokens"], buffers.max_tokens),
+        ("requests", len(shape.requests), options["pad_requests"], buffers.max_requests),
     ):
         fits = padded is None or (few and is_whole(padded) and live <= padded <= most)
         if live > most or not fits:

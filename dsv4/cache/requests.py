@@ -105,25 +105,20 @@ class Request(Uncopied):
 
     def __init__(
         self,
-        *,
+        table: RequestTable,
         slot: int,
         serial: int,
         block_ids: list[int],
-        row: NDArray[np.int64],
-        recent: RecentIds,
         resume: Resume,
-        max_rollback_tokens: int,
-        published_blocks: int = 0,
-        trail: TokenTrail | None = None,
+        trail: TokenTrail | None,
     ) -> None:
         self.slot, self.serial = slot, serial
         self.released = False
         self.is_leaving = False  # `release_later` was called
         self.incomplete_from: int | None = None  # a step from here on was not stored by all layers
-        self._max_rollback_tokens = max_rollback_tokens
-        self._recent, self._row = recent, row
+        self._max_rollback_tokens = table.schema.max_rollback_tokens
+        self._recent, self._row = table.recent, table.numbers[:, slot]
         self.block_ids = block_ids  # in the order of the tokens
-        self.published_blocks = published_blocks
         self._trail: TokenTrail | None = None
         self.trail = trail
         self.restart(resume)
@@ -332,9 +327,14 @@ class Request(Uncopied):
 
 def require_context(schema: CacheSchema, tokens: int) -> int:
     """A number of tokens that one request may have. InvalidInput, ContextOverflow."""
-    if require_count("tokens", tokens, at_least=0) > schema.max_context:
+    return require_fit(schema, require_count("tokens", tokens, at_least=0))
+
+
+def require_fit(schema: CacheSchema, tokens: int) -> int:
+    """The same of what is a count. ContextOverflow."""
+    if tokens > schema.max_context:
         raise ContextOverflow(asked_tokens=tokens, max_context_tokens=schema.max_context)
-    return int(tokens)
+    return tokens
 
 
 def root_of(request: Request) -> bytes | None:
@@ -395,17 +395,8 @@ class RequestTable:
     ) -> Request:
         """A request that is not registered yet; `enlist` makes it live. Only admission calls
         this."""
-        request = Request(
-            slot=slot,
-            serial=self._next_serial,
-            block_ids=block_ids,
-            row=self.numbers[:, slot],
-            recent=self.recent,
-            resume=resume,
-            max_rollback_tokens=self.schema.max_rollback_tokens,
-            published_blocks=published_blocks,
-            trail=trail,
-        )
+        request = Request(self, slot, self._next_serial, block_ids, resume, trail)
+        request.published_blocks = published_blocks
         self._next_serial += 1
         return request
 

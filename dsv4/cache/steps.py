@@ -14,9 +14,11 @@ from typing import NoReturn
 from torch import Tensor
 
 from dsv4.cache.admission import Admission
+from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn
 from dsv4.cache.memory import CacheMemory, Lane
 from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.captures import ChunkCaptures
 from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.prepare_forward import (
@@ -26,11 +28,11 @@ from dsv4.cache.prepare_forward import (
     following,
     make_plan,
 )
-from dsv4.cache.requests import REUSED, Request, RequestTable, require_context
+from dsv4.cache.requests import REUSED, Request, RequestTable, require_fit
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step import overlap
 from dsv4.cache.step.checks import Step, StepReader
-from dsv4.cache.step.shape import StepTokens
+from dsv4.cache.step.shape import I64, StepTokens
 from dsv4.errors import PlanError, RequestError, require_flag
 from dsv4.ops.backend import Backend
 
@@ -85,7 +87,8 @@ class Steps:
         accepted: Tensor | None,
         options: PlanOptions,
     ) -> ForwardPlan:
-        require_flag("chunks_apart", options["chunks_apart"])
+        if options["chunks_apart"] is not False:
+            require_flag("chunks_apart", options["chunks_apart"])
         lane = self._free_lane()
         step = self._read_step(lane, steps, after, accepted)
         return self._plan(lane, step, accepted, options)
@@ -94,24 +97,17 @@ class Steps:
         self, lane: Lane, step: StepTokens, accepted: Tensor | None, options: PlanOptions
     ) -> ForwardPlan:
         """Takes blocks, and writes what the device needs to know. All or nothing."""
-        chunks_apart = options["chunks_apart"]
         if self.cut_replays:
-            is_plain = step.before is None and not options["drafts"] and not chunks_apart
+            is_plain = step.before is None and not options["drafts"] and not options["chunks_apart"]
             step = replace(step, window_cut=step_checks.cut_replays(step, plain=is_plain))
-        check_step(lane.buffers, step.shape, **options)
+        check_step(lane.buffers, step.shape, options)
         growth = self._table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
         try:  # the device first, the table of live requests last and at once
-            for buffers in lane.both_buffers[: 1 + chunks_apart]:
-                buffers.wait()
+            plan = make_plan(lane, step, options)
             new_blocks = lane.buffers.fill_new_blocks(growth)
-            plan = make_plan(lane, step, **options)
             if self._schema.model.draft_block:
                 overlap.note_lost_windows(self._schema, plan, self._table)
-            captures = None
-            if plan.prefill is not None:
-                captures = self._prefix.captures.plan(
-                    plan.prefill, self._memory.slot_arena.bytes, lane.workspace
-                )
+            captures = None if plan.prefill is None else self._plan_captures(plan.prefill, lane)
             lane.buffers.send(self._memory.block_table, new_blocks)
             if len(plan.batches) > 1:
                 lane.chunk_buffers.send(self._memory.block_table)
@@ -128,6 +124,10 @@ class Steps:
         self._guard.change.hand_out(plan)
         self.open.append(plan)
         return plan
+
+    def _plan_captures(self, prefill: Batch, lane: Lane) -> ChunkCaptures | None:
+        slots = self._memory.slot_arena.bytes
+        return self._prefix.captures.plan(prefill, slots, lane.workspace)
 
     def _read_step(
         self,
@@ -149,7 +149,7 @@ class Steps:
         if before is not None:
             starts = overlap.latest_starts(before, starts)
         ends = starts + shape.counts
-        require_context(self._schema, int(ends.max(initial=0)))
+        require_fit(self._schema, int(ends.max(initial=0)))
         return StepTokens(shape=shape, starts=starts, ends=ends, reused=reused, before=before)
 
     def commit(
@@ -160,29 +160,25 @@ class Steps:
         *,
         partial: bool,
     ) -> None:
-        require_flag("partial", partial)
+        if partial is not False:
+            require_flag("partial", partial)
         turn = self._enter_turn(plan)
         try:
+            slots, kept = plan.shape.slots, plan.shape.counts
             has_neighbours = len(self.open) > 1  # else no plan comes before or after it
-            if has_neighbours:
-                overlap.require_first(plan)
-            kept = plan.counts
-            if accepted is not None:
-                kept = step_checks.accepted(self._schema, plan, accepted)
-            if has_neighbours:
-                overlap.require_kept(plan, kept, self.open)
-            if plan.batches[0].window_cut:
-                step_checks.whole_replays(plan, kept, self._table.numbers[REUSED].take(plan.slots))
+            if accepted is not None or has_neighbours or plan.batches[0].window_cut:
+                kept = self._read_kept(plan, accepted)
             ends = plan.starts + kept
             learned = None
             if ids is not None:
                 learned = self._prefix.caching.read_ids(plan, kept, ids, self._table.recent)
             if not step_checks.every_layer(plan, kept, partial=partial):
+                learned = None
                 for row in kept.nonzero()[0].tolist():
                     plan.requests[row].note_incomplete(int(plan.starts[row]))
             if accepted is not None:  # rejected tokens were written too
-                self._table.note_written(plan.slots, plan.latest_ends)
-            self._table.move(plan.slots, ends)
+                self._table.note_written(slots, plan.latest_ends)
+            self._table.move(slots, ends)
             self._prefix.caching.note_commit(
                 plan,
                 kept,
@@ -199,6 +195,20 @@ class Steps:
             del turn.visits[turn.number]  # turn.leave, without a call
         for call in self.after_commit:
             call()
+
+    def _read_kept(self, plan: ForwardPlan, accepted: Sequence[int] | None) -> I64:
+        """How many tokens of each request are kept. PlanError if the plans before and after it, or
+        its cut replays, do not allow that."""
+        kept, has_neighbours = plan.counts, len(self.open) > 1
+        if has_neighbours:
+            overlap.require_first(plan)
+        if accepted is not None:
+            kept = step_checks.accepted(self._schema, plan, accepted)
+        if has_neighbours:
+            overlap.require_kept(plan, kept, self.open)
+        if plan.batches[0].window_cut:
+            step_checks.whole_replays(plan, kept, self._table.numbers[REUSED].take(plan.slots))
+        return kept
 
     def abandon(self, plan: ForwardPlan) -> None:
         turn = self._enter_turn(plan)

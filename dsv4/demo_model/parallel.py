@@ -23,16 +23,25 @@ class Result:
     index_loss: Tensor | None
 
 
-def run(network: Network, ids: Tensor, *, index_loss: bool = False, select: bool = True) -> Result:
+def run(
+    network: Network,
+    ids: Tensor,
+    *,
+    index_loss: bool = False,
+    select: bool = True,
+    rows: Tensor | None = None,
+) -> Result:
     """All tokens of `ids` int64 [batch, tokens], from position 0. Without `select` every query
-    reads all entries that it sees, whatever the indexer scores."""
+    reads all entries that it sees, whatever the indexer scores. With `rows` int64 the last layer
+    asks only at these positions, and there are logits for no others."""
     hidden = network.embed(ids)
     losses = []
-    for block in network.blocks:
+    for nth, block in enumerate(network.blocks):
+        asked = rows if nth + 1 == len(network.blocks) else None
         attended, loss = _attention(
-            block, block.attention_input(hidden), index_loss=index_loss, select=select
+            block, block.attention_input(hidden), asked, index_loss=index_loss, select=select
         )
-        hidden = hidden + attended
+        hidden = (hidden if asked is None else hidden[:, asked]) + attended
         hidden = hidden + block.feed_forward(hidden)
         if loss is not None:
             losses.append(loss)
@@ -41,40 +50,44 @@ def run(network: Network, ids: Tensor, *, index_loss: bool = False, select: bool
 
 
 def _attention(
-    block: Block, x: Tensor, *, index_loss: bool, select: bool
+    block: Block, x: Tensor, rows: Tensor | None, *, index_loss: bool, select: bool
 ) -> tuple[Tensor, Tensor | None]:
     spec, layer, weights = block.network.spec, block.spec, block.attention
     count = x.shape[1]
-    position = torch.arange(count)
+    position = torch.arange(count) if rows is None else rows
+    asking = x if rows is None else x[:, rows]
     cos, sin = block.rope[:count].chunk(2, dim=-1)
-    residual = block.residual(x)
-    q = rotate(block.queries(residual).float(), cos[:, None], sin[:, None])
+    q_cos, q_sin = cos[position, None], sin[position, None]
+    residual = block.residual(asking)
+    q = rotate(block.queries(residual).float(), q_cos, q_sin)
     keys = rotate(normed(block.kv(x).float(), weights["kv_norm"], spec.rms_eps), cos, sin)
-    ago = position[:, None] - position
-    seen = (ago >= 0) & (ago < spec.window)
-    loss, most = None, count // layer.ratio if layer.ratio else 0
+    near = pad(keys, (0, 0, spec.window - 1, 0)).unfold(1, spec.window, 1)  # […, width, window]
+    near = near if rows is None else near[:, rows]
+    logits = torch.einsum("bthc,btcw->bthw", q, near)
+    seen = position[:, None] > torch.arange(spec.window - 2, -2, -1)  # not before the text
+    seen = seen[:, None].expand(*q.shape[:3], spec.window)
+    loss, entries, most = None, None, count // layer.ratio if layer.ratio else 0
     if most:
         entries = _entries(block, x, "compressor")
         visible = (position[:, None] + 1) // layer.ratio > torch.arange(most)
-        chosen = visible.expand(x.shape[0], count, most)
+        chosen = visible.expand(x.shape[0], len(position), most)
         scores = None
         if layer.attention is AttentionType.CSA and (index_loss or most > spec.index_topk):
-            scores = _index_scores(block, x, residual)
+            scores = _index_scores(block, x, residual, position)
             if select:
                 chosen = _chosen(scores, visible, spec.index_topk)
         if scores is not None and index_loss:
             loss = _divergence(scores, q, entries, visible)
-        keys = torch.cat((keys, entries), dim=1)
-        seen = torch.cat((seen.expand(x.shape[0], count, count), chosen), dim=2)
-        seen = seen[:, :, None]
-    else:
-        seen = seen[:, None]
-    logits = torch.einsum("bthc,bsc->bths", q, keys) * spec.head_dim**-0.5
-    logits = logits.masked_fill(~seen, -torch.inf)
+        logits = torch.cat((logits, torch.einsum("bthc,bsc->bths", q, entries)), dim=-1)
+        chosen = chosen[:, :, None].expand(*q.shape[:3], most)
+        seen = torch.cat((seen, chosen), dim=-1)
+    logits = (logits * spec.head_dim**-0.5).masked_fill(~seen, -torch.inf)
     sinks = weights["sinks"].expand(*logits.shape[:-1])[..., None]
     weight = torch.cat((logits.float(), sinks), dim=-1).softmax(dim=-1)[..., :-1]
-    attended = torch.einsum("bths,bsc->bthc", weight, keys)
-    return block.output(rotate(attended.float(), cos[:, None], -sin[:, None])), loss
+    attended = torch.einsum("bthw,btcw->bthc", weight[..., : spec.window], near)
+    if entries is not None:
+        attended = attended + torch.einsum("bths,bsc->bthc", weight[..., spec.window :], entries)
+    return block.output(rotate(attended.float(), q_cos, -q_sin)), loss
 
 
 def _entries(block: Block, x: Tensor, compressor: str) -> Tensor:
@@ -100,13 +113,14 @@ def _with_previous(x: Tensor, nothing: float) -> Tensor:
     return torch.cat((before, own), dim=2)
 
 
-def _index_scores(block: Block, x: Tensor, residual: Tensor) -> Tensor:
-    """[batch, tokens, entries]. The Hadamard transform of the cache changes no product of two
-    vectors, so there is none here. What the indexer learns does not change what it reads."""
+def _index_scores(block: Block, x: Tensor, residual: Tensor, position: Tensor) -> Tensor:
+    """[batch, rows, entries], of queries at these positions. The Hadamard transform of the cache
+    changes no product of two vectors, so there is none here. What the indexer learns does not
+    change what it reads."""
     x, residual = x.detach(), residual.detach()
     keys = _entries(block, x, "compressor.indexer")
-    q, per_head = block.index_queries(x, residual)
-    cos, sin = block.rope[: x.shape[1], None].chunk(2, dim=-1)
+    q, per_head = block.index_queries(x[:, position], residual)
+    cos, sin = block.rope[position, None].chunk(2, dim=-1)
     dots = torch.einsum("bthc,bsc->bths", rotate(q.float(), cos, sin), keys)
     return torch.einsum("bths,bth->bts", dots.relu(), per_head)
 

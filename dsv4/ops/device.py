@@ -14,7 +14,8 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 def is_current(device: torch.device) -> bool:
     """Whether kernels launched now go to this device; true where nothing is launched."""
-    return device.type != "cuda" or device.index in (None, torch.cuda.current_device())
+    is_chosen = device.type == "cuda" and device.index is not None
+    return not is_chosen or device.index == torch.cuda.current_device()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

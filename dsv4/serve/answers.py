@@ -22,7 +22,7 @@ from dsv4.serve.bodies import cut
 from dsv4.serve.failures import ApiError
 from dsv4.serve.generation import Generation, Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
-from dsv4.serve.models import ServedModel, TextStream
+from dsv4.serve.models import Defaults, ServedModel, TextStream
 from dsv4.serve.sampling import Sampling
 from dsv4.serve.schemas import CacheFields, SamplingFields
 
@@ -95,18 +95,21 @@ def _session(tenant: str | None, body: CacheFields, session: str | None) -> str:
     return f"{tenant or ''}/{body.cache_salt or ''}/{name}"
 
 
-def sampling(body: SamplingFields, **others: object) -> Sampling:
-    """How tokens are chosen, with the defaults of OpenAI's API."""
-    given = {
-        name: getattr(body, name)
-        for name in ("temperature", "top_p", "top_k", "min_p")
-        if getattr(body, name) is not None
-    }
+def sampling(body: SamplingFields, defaults: Defaults, **others: Any) -> Sampling:
+    """How tokens are chosen: as the request says, or else as the model wants it, or else with the
+    defaults of OpenAI's API."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given: dict[str, Any] = {}
+    for name in names:
+        asked = getattr(body, name, None)
+        value = getattr(defaults, name) if asked is None else asked
+        if value is not None:
+            given[name] = value
     if given.get("top_k") == -1:
         given["top_k"] = 0
     seed = getattr(body, "seed", None)
     given["seed"] = secrets.randbits(63) if seed is None else seed
-    return Sampling(**given, **{k: v for k, v in others.items() if v is not None})  # type: ignore[arg-type]
+    return Sampling(**given, **{k: v for k, v in others.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

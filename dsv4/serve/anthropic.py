@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -23,6 +23,7 @@ from dsv4.serve.answers import (
     sampling,
 )
 from dsv4.serve.bodies import BoundedRoute
+from dsv4.serve.calls import Call, CallReader
 from dsv4.serve.failures import as_api_error
 from dsv4.serve.generation import Piece, Usage
 from dsv4.serve.models import Message
@@ -39,15 +40,17 @@ def routes(state: Served) -> APIRouter:
         require_model(body.model, state.model)
         terms = read_terms(request, body, max(_kept(body), default=None))
 
+        has_none = body.tool_choice is not None and body.tool_choice.type == "none"
+        tools = [] if has_none else [_tool(each) for each in body.tools or ()]
+
         def render() -> list[int]:
-            chat = _messages(body)
-            return state.model.chat_tokens(chat, tools=[_tool(each) for each in body.tools or ()])
+            return state.model.chat_tokens(_messages(body), tools=tools)
 
         ids = await run_in_threadpool(render)
         question = Question(
             ids=ids,
             new_tokens=body.max_tokens,
-            sampling=sampling(body),
+            sampling=sampling(body, state.model.defaults),
             stops=tuple(body.stop_sequences or ()),
             stop_tokens=state.model.tokenizer.end_tokens,
         )
@@ -59,11 +62,13 @@ def routes(state: Served) -> APIRouter:
             "role": "assistant",
             "model": state.model.name,
         }
+        reader = CallReader() if tools else None
         if body.stream:
-            return EventStream(_events(answer, head, len(ids)), answer)
+            return EventStream(_events(answer, head, len(ids), reader), answer)
         (found,) = await answer.whole(request)
-        content = [{"type": "text", "text": found.text}]
-        return JSONResponse({**head, "content": content, **_end(found.last, found.usage)})
+        content = _content(found.text, reader)
+        end = _end(found.last, found.usage, reader)
+        return JSONResponse({**head, "content": content, **end})
 
     return router
 
@@ -149,10 +154,31 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
 # ---- answers -------------------------------------------------------------------------------------
 
 
-def _end(piece: Piece, usage: Usage) -> dict[str, Any]:
+def _read(text: str, reader: CallReader | None, *, is_last: bool) -> list[str | Call]:
+    """What a text adds to an answer; with the last one also what was held back."""
+    if reader is None:
+        return [text] if text else []
+    return reader.push(text) + (reader.end() if is_last else [])
+
+
+def _block(part: str | Call) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    call_id = f"toolu_{secrets.token_hex(12)}"
+    return {"type": "tool_use", "id": call_id, "name": part.name, "input": part.arguments}
+
+
+def _content(text: str, reader: CallReader | None) -> list[dict[str, Any]]:
+    """An answer's blocks: one at least."""
+    return [_block(part) for part in _read(text, reader, is_last=True) or [""]]
+
+
+def _end(piece: Piece, usage: Usage, reader: CallReader | None) -> dict[str, Any]:
     reason = {"stop": "end_turn", "length": "max_tokens"}.get(piece.finish or "", "end_turn")
     if piece.stopped_by is not None:
         reason = "stop_sequence"
+    elif piece.finish == "stop" and reader is not None and reader.calls:
+        reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": piece.stopped_by, "usage": _usage(usage)}
 
 
@@ -167,28 +193,65 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-async def _events(answer: Answer, head: dict[str, Any], prompt: int) -> AsyncIterator[str]:
+class _Blocks:
+    """The events of an answer's blocks: text grows, a call comes whole."""
+
+    def __init__(self) -> None:
+        self._index, self._is_open = -1, False
+
+    def add(self, part: str | Call) -> Iterator[str]:
+        if isinstance(part, Call):
+            yield from self.close()
+            yield self._start({**_block(part), "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": part.json})
+            yield from self.close()
+            return
+        if not self._is_open:
+            yield self._start(_block(""))
+        if part:
+            yield self._delta({"type": "text_delta", "text": part})
+
+    def end(self) -> Iterator[str]:
+        """An answer has one block at least."""
+        if self._index < 0:
+            yield from self.add("")
+        yield from self.close()
+
+    def close(self) -> Iterator[str]:
+        if self._is_open:
+            self._is_open = False
+            yield _event("content_block_stop", index=self._index)
+
+    def _start(self, block: dict[str, Any]) -> str:
+        self._index, self._is_open = self._index + 1, True
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+async def _events(
+    answer: Answer, head: dict[str, Any], prompt: int, reader: CallReader | None
+) -> AsyncIterator[str]:
     """Only the last event says what the prompt found in the cache: before, it is not known."""
+    blocks = _Blocks()
     usage = {"input_tokens": prompt, "output_tokens": 0}
     message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", message=message)
-    yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
     try:
         async for _, piece in answer.pieces():
             if piece.error is not None:
                 body = as_api_error(piece.error).body(anthropic=True)
                 yield _event("error", error=body["error"])
                 return
-            if piece.text:
-                yield _event(
-                    "content_block_delta",
-                    index=0,
-                    delta={"type": "text_delta", "text": piece.text},
-                )
+            for part in _read(piece.text, reader, is_last=piece.finish is not None):
+                for event in blocks.add(part):
+                    yield event
             if piece.usage is not None:
-                end = _end(piece, piece.usage)
+                end = _end(piece, piece.usage, reader)
                 used = end.pop("usage")
-                yield _event("content_block_stop", index=0)
+                for event in blocks.end():
+                    yield event
                 yield _event("message_delta", delta=end, usage=used)
         yield _event("message_stop")
     finally:

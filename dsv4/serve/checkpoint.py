@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from dsv4.cache import build
@@ -22,8 +24,17 @@ from dsv4.integrations.transformers.accelerate import accelerate
 from dsv4.integrations.transformers.engine import _Model
 from dsv4.integrations.transformers.forward import FastForward
 from dsv4.integrations.transformers.model import cache_schema
-from dsv4.serve.models import Message, Opened, Room
+from dsv4.serve.calls import MARK
+from dsv4.serve.models import Defaults, Message, Opened, Room
+from dsv4.serve.schemas import GenerationFile
 from dsv4.units import format_bytes
+
+LOGGER = logging.getLogger("dsv4.serve")
+# what generation_config.json may say and a server need not do: of transformers' own cache and files
+_KNOWN = {
+    *("_from_model_config", "transformers_version", "bos_token_id", "pad_token_id", "use_cache"),
+    *("cache_implementation", "return_dict_in_generate", "max_length"),
+}
 
 
 class CheckpointTokenizer:
@@ -47,7 +58,9 @@ class CheckpointTokenizer:
         self._bytes: list[bytes] = []
         for token, word in enumerate(tokenizer.convert_ids_to_tokens(range(self.vocabulary))):
             if token in added:
-                self._bytes.append(b"" if added[token].special else added[token].content.encode())
+                # the mark of calls is text here, special or not
+                is_silent = added[token].special and added[token].content != MARK
+                self._bytes.append(b"" if is_silent else added[token].content.encode())
             else:
                 self._bytes.append(bytes(byte_of[letter] for letter in word or ""))
 
@@ -64,6 +77,23 @@ class CheckpointTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return self._bytes[token] if token < len(self._bytes) else b""
+
+
+def _with_read_arguments(message: Message) -> Message:
+    """With the arguments of its calls as objects, as transformers' templates take them; clients
+    send them as JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    found = list[Any]()
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(ValueError, RecursionError):  # what is not JSON stays as it is
+                read = {**function, "arguments": json.loads(function["arguments"])}
+                call = {**call, "function": read}
+        found.append(call)
+    return {**message, "tool_calls": found}
 
 
 class _Padded:
@@ -91,7 +121,9 @@ class Checkpoint:
         self.name = Path(path).name if Path(path).is_dir() else path
         self.max_context = int(config.max_position_embeddings)
         self._template = tokenizer
-        self.tokenizer = CheckpointTokenizer(tokenizer, _end_tokens(path, config, tokenizer))
+        given = generation_file(path)
+        self.defaults = _defaults(given)
+        self.tokenizer = CheckpointTokenizer(tokenizer, _end_tokens(given, config, tokenizer))
         self.weights_id = _weights_id(path, config)
 
     def chat_tokens(
@@ -112,7 +144,7 @@ class Checkpoint:
             )
         try:
             found = self._template.apply_chat_template(
-                [*messages],
+                [_with_read_arguments(message) for message in messages],
                 tools=[*tools] or None,
                 add_generation_prompt=True,
                 tokenize=True,
@@ -215,20 +247,75 @@ def _load_model(path: str) -> Any:
     return model.to(device).eval()
 
 
-def _end_tokens(path: str, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Those of the generation config, or else the tokenizer's."""
-    from transformers import GenerationConfig
+def generation_file(path: str) -> GenerationFile:
+    """A checkpoint's generation_config.json, empty if it has none. What it asks for and is not done
+    here is named in the log. Raises InvalidInput for one that cannot be followed: transformers
+    passes over some of these without a word."""
+    name = "generation_config.json"
+    found = _file_of(path, name)
+    if found is None:
+        return GenerationFile()
+    try:
+        given = GenerationFile.model_validate_json(found.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidInput(
+            f"{name} of {path}: {where + ': ' if where else ''}{first['msg']}: correct it, or "
+            f"remove the file to sample as OpenAI's API does"
+        ) from error
+    others = (given.model_extra or {}).items()
+    without = sorted(key for key, value in others if value is not None and key not in _KNOWN)
+    if without:
+        LOGGER.warning("%s of %s: without effect here: %s", name, path, ", ".join(without))
+    return given
+
+
+def _file_of(path: str, name: str) -> Path | None:
+    """A file of a directory or a repository; None if it has none. Without a network only
+    what was loaded before is there: the log says so."""
+    if Path(path).is_dir():
+        return found if (found := Path(path) / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        generation: Any = GenerationConfig.from_pretrained(path)
-    except OSError:  # there is none
-        generation = GenerationConfig.from_model_config(config)
-    found = generation.eos_token_id
+        return Path(hf_hub_download(path, name))
+    except LocalEntryNotFoundError:
+        LOGGER.warning("%s of %s: not on this machine, and cannot be asked for", name, path)
+    except EntryNotFoundError:
+        pass
+    return None
+
+
+def _defaults(given: GenerationFile) -> Defaults:
+    """`do_sample: false` is a temperature of 0, as transformers reads it."""
+    return Defaults(
+        temperature=0.0 if given.do_sample is False else given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        new_tokens=given.max_new_tokens,
+    )
+
+
+def _end_tokens(given: GenerationFile, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Those of the generation config, or else the model's, or else the tokenizer's."""
+    found = given.eos_token_id
+    if found is None:
+        found = config.eos_token_id
     if found is None:
         found = tokenizer.eos_token_id
     if found is None:
         raise InvalidInput("neither the model nor its tokenizer says which token ends an answer")
-    return frozenset(found if isinstance(found, list) else [found])
+    ends = frozenset(found if isinstance(found, list) else [found])
+    if (last := max(ends)) >= config.vocab_size:
+        raise InvalidInput(
+            f"token {last} is said to end an answer, and the model has {config.vocab_size}: "
+            f"correct eos_token_id in generation_config.json or config.json"
+        )
+    return ends
 
 
 def _weights_id(path: str, config: Any) -> str:

@@ -12,7 +12,7 @@ from dsv4.demo_model.cached import CachedModel
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.demo_model.text import Tokenizer
 from dsv4.errors import InvalidInput
-from dsv4.serve.models import Message, Opened, Room, open_cache, require_may_fit
+from dsv4.serve.models import Defaults, Message, Opened, Room, open_cache, require_may_fit
 
 
 class ServedDemo:
@@ -20,6 +20,7 @@ class ServedDemo:
     logits, to the last bit, whatever else is in a step."""
 
     name = "dsv4-demo"
+    defaults = Defaults()
 
     def __init__(self) -> None:
         self._checkpoint = Checkpoint.load()

@@ -142,7 +142,7 @@ class Generation:
             at, self.stopped_by = min(found)
             self.held = ""
             return text[:at]
-        kept = max((_overlap(text, stop) for stop in self.stops), default=0)
+        kept = max((overlap(text, stop) for stop in self.stops), default=0)
         self.held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -158,7 +158,7 @@ def begin(generation: Generation, ids: Sequence[int]) -> None:
         generation.grammar.advance(said)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of the text may be the beginning of the stop string."""
     for count in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-count:]):

@@ -49,6 +49,19 @@ class Tokenizer(Protocol):
         """The bytes that a token stands for; b"" for a special one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What holds for a request that does not say it. None: what the API says. `new_tokens`: of an
+    answer in a chat."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    new_tokens: int | None = None
+
+
 class ServedModel(Protocol):
     """A model with its tokenizer and its chat template. It holds no cache until `open`."""
 
@@ -66,6 +79,10 @@ class ServedModel(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def defaults(self) -> Defaults:
+        """How it wants to be sampled."""
 
     def chat_tokens(
         self,
@@ -194,6 +211,7 @@ class StandIn:
 
     name = "stand-in"
     weights_id = "dsv4.testing.RandomModel"
+    defaults = Defaults()
 
     def __init__(self, *, max_context: int = 2048) -> None:
         self.max_context = max_context

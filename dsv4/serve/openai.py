@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from dsv4.serve.answers import (
     total,
 )
 from dsv4.serve.bodies import BoundedRoute
+from dsv4.serve.calls import Call, CallReader
 from dsv4.serve.failures import ApiError, as_api_error
 from dsv4.serve.generation import Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
@@ -71,7 +73,8 @@ def routes(state: Served) -> APIRouter:
         ids = await run_in_threadpool(rendered, state, body)
         asked = body.max_completion_tokens or body.max_tokens or state.new_tokens
         question = _question(state, body, ids, asked, top)
-        return await _answer(state, request, body, [question], terms, _Chat(state.model.tokenizer))
+        shape = _Chat(state.model.tokenizer, reads_calls=_may_call(body))
+        return await _answer(state, request, body, [question], terms, shape)
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -89,12 +92,16 @@ def routes(state: Served) -> APIRouter:
     return router
 
 
+def _may_call(body: ChatRequest) -> bool:
+    return bool(body.tools) and body.tool_choice != "none"
+
+
 def rendered(state: Served, body: ChatRequest | ExplainRequest) -> list[int]:
     """A chat's tokens."""
-    has_none = isinstance(body, ChatRequest) and body.tool_choice == "none"
+    has_tools = _may_call(body) if isinstance(body, ChatRequest) else True
     return state.model.chat_tokens(
         [_message(each) for each in body.messages or ()],
-        tools=() if has_none else [each.model_dump() for each in body.tools or ()],
+        tools=[each.model_dump() for each in body.tools or ()] if has_tools else (),
         options=body.chat_template_kwargs,
     )
 
@@ -135,9 +142,9 @@ def _question(
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     chosen = sampling(
         body,
+        state.model.defaults,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
         logit_bias=bias,
     )
     if any(abs(value) > 100 for value in bias.values()):
@@ -270,30 +277,67 @@ class _Chat:
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, reads_calls: bool) -> None:
+        self._tokenizer, self._reads_calls = tokenizer, reads_calls
+        self._readers = defaultdict[int, CallReader](CallReader)
 
     def first(self, nth: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": nth, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, nth: int, piece: Piece, offset: int) -> dict[str, Any] | None:
-        if not (piece.text or piece.logprobs or piece.finish):
+        text, calls = self._read(nth, piece.text, piece)
+        if not (text or calls or piece.logprobs or piece.finish):
             return None
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = calls
         return {
             "index": nth,
-            "delta": {"content": piece.text} if piece.text else {},
+            "delta": delta,
             "logprobs": self._logprobs([piece]),
-            "finish_reason": piece.finish,
+            "finish_reason": self._finish(nth, piece),
         }
 
     def choice(self, nth: int, whole: Whole) -> dict[str, Any]:
+        text, calls = self._read(nth, whole.text, whole.last)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"} for call in calls
+            ]
         return {
             "index": nth,
-            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(whole.pieces),
-            "finish_reason": whole.last.finish,
+            "finish_reason": self._finish(nth, whole.last),
         }
+
+    def _read(self, nth: int, text: str, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """What a text of an answer adds to its content, and to its calls; with the last piece also
+        what was held back."""
+        if not self._reads_calls:
+            return text, []
+        reader = self._readers[nth]
+        before = reader.calls
+        found = reader.push(text) + (reader.end() if piece.finish is not None else [])
+        calls = [each for each in found if isinstance(each, Call)]
+        return "".join(each for each in found if isinstance(each, str)), [
+            {
+                "index": before + at,
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.json},
+            }
+            for at, call in enumerate(calls)
+        ]
+
+    def _finish(self, nth: int, piece: Piece) -> str | None:
+        has_called = self._reads_calls and self._readers[nth].calls > 0
+        if has_called and piece.finish == "stop" and piece.stopped_by is None:
+            return "tool_calls"
+        return piece.finish
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         found = [self._entry(each) for piece in pieces for each in piece.logprobs]

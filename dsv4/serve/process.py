@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import socket
 import sys
 import time
@@ -51,11 +53,20 @@ def set_up_logs(*, as_json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if as_json else text)
+    handler.addFilter(_is_no_cut)
     for name in ("dsv4", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO if name == "dsv4" else logging.WARNING)
     turns.TURNS.setLevel(logging.INFO if as_json else logging.WARNING)
+
+
+def _is_no_cut(record: logging.LogRecord) -> bool:
+    """What the server's end cuts is not an error: uvicorn writes requests as one, with a page of
+    stack, and its own lifespan, as a text."""
+    if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+        return False
+    return not record.getMessage().rstrip().endswith("asyncio.exceptions.CancelledError")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -145,23 +156,33 @@ class _Server(uvicorn.Server):
         self._state = state
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        jobs = self._state.runner.engine.jobs
         if self.should_exit:
+            LOGGER.info("ending at once: %d requests left", len(jobs))
             self.force_exit = True
             return
         self.should_exit = True
         self._state.runner.drain()
-        LOGGER.info("draining: %d requests left", len(self._state.runner.engine.jobs))
+        LOGGER.info("draining: %d requests left", len(jobs))
 
 
 def run(
     state: ServerState, listener: socket.socket, on_start: Callable[[str], None] | None = None
 ) -> None:
     """Serves until a signal ends it. Running requests have `drain_s` to end. Raises
-    KeyboardInterrupt when Ctrl-C was what ended it."""
+    KeyboardInterrupt when Ctrl-C was what ended it. After a second one it does not return: torch
+    would take its time to be collected."""
     if on_start is not None:
         on_start(address(listener))
-    with listener:
-        _Server(config(state), state).run([listener])
+    server = _Server(config(state), state)
+    try:
+        with listener:
+            server.run([listener])
+    finally:
+        if server.force_exit:
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGINT)
 
 
 def config(state: ServerState) -> uvicorn.Config:

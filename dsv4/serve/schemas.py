@@ -107,11 +107,33 @@ class CacheFields(_Strict):
     nvext: NvExt | None = None
 
 
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Part = Annotated[float, Field(ge=0, le=1)]
+PartAbove0 = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1)]
+Penalty = Annotated[float, Field(gt=0, le=100)]
+
+
 class SamplingFields(CacheFields):
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
+    temperature: Temperature | None = None
+    top_p: PartAbove0 | None = None
+    top_k: TopK | None = None
+    min_p: Part | None = None
+
+
+class GenerationFile(BaseModel):
+    """What is read of a checkpoint's generation_config.json."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, strict=True)
+
+    do_sample: bool | None = None
+    temperature: Temperature | None = None
+    top_p: PartAbove0 | None = None
+    top_k: TopK | None = None
+    min_p: Part | None = None
+    repetition_penalty: Penalty | None = None
+    max_new_tokens: Tokens | None = None
+    eos_token_id: Token | Annotated[list[Token], Field(min_length=1)] | None = None
 
 
 def _few(given: Any) -> Any:
@@ -146,7 +168,7 @@ class OpenAIFields(SamplingFields):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     max_tokens: Tokens | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -245,6 +267,11 @@ class AnthropicTool(_Loose):
     cache_control: CacheControl | None = None
 
 
+class AnthropicToolChoice(_Strict):
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool | None = None  # known, and without effect here
+
+
 class MessagesRequest(SamplingFields):
     model: str
     messages: Some[AnthropicMessage]
@@ -254,6 +281,7 @@ class MessagesRequest(SamplingFields):
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     tools: Many[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     # known, and without effect here
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

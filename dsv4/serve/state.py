@@ -49,7 +49,7 @@ class Served(ABC):
     @property
     def new_tokens(self) -> int | None:
         """The length of an answer whose request does not give one. None: as many tokens as fit."""
-        return self.options.max_new_tokens
+        return self.options.max_new_tokens or self.model.defaults.new_tokens
 
     def model_card(self) -> dict[str, Any]:
         return {

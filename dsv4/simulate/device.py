@@ -40,9 +40,8 @@ class GrowingAllocator(BlockAllocator):
     def free(self) -> int:
         return len(self._free) + self.total - len(self._references)
 
-    def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
-        self._make(count)
-        taken = super().take(count, asker_blocks=asker_blocks)
+    def take_next(self, count: int) -> list[int]:
+        taken = super().take_next(count)
         self.most_used = max(self.most_used, self.total - self.free)
         return taken
 
@@ -113,7 +112,7 @@ class Device:
     def match(self, trail: NamedTrail) -> PrefixMatch:
         tokens = trail.prompt_tokens
         nodes = self.index.match(trail, max(0, tokens - 1) // self.schema.block_tokens)
-        return resume_after(self.schema, nodes, blocks=len(nodes), tokens=tokens, cut_replays=False)
+        return resume_after(self.schema, nodes, len(nodes), tokens, cut=False)
 
     def cached_blocks(self, trail: NamedTrail) -> int:
         blocks = max(0, trail.prompt_tokens - 1) // self.schema.block_tokens
@@ -125,9 +124,7 @@ class Device:
         first = max(0, replay_start(self.schema, blocks * block_tokens) // block_tokens - 1)
         nodes: list[PrefixNode | None] = [None] * blocks
         nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
-        return resume_after(
-            self.schema, nodes, blocks=blocks, tokens=trail.prompt_tokens, cut_replays=False
-        ).resume
+        return resume_after(self.schema, nodes, blocks, trail.prompt_tokens, cut=False).resume
 
     def needed_blocks(self, trail: NamedTrail) -> int:
         return self.schema.blocks_for(trail.prompt_tokens) - self.cached_blocks(trail)

@@ -3,16 +3,29 @@ asks for them, and what is attended to does not depend on them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 
-from benchmarks import run, timing
+from benchmarks import residency, run, timing
 from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS
-from benchmarks.residency import HostStep, Selections, fetched_bytes, resolving_layers
+from benchmarks.residency import (
+    PLACES,
+    ChunkStep,
+    HostStep,
+    Place,
+    Selections,
+    fetched_bytes,
+    resolving_layers,
+)
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import Staging
 from dsv4.reference.host_entries import resolve
+from tests.support.late_streams import LateGpu
 from tests.support.no_gpu import no_gpu
 
 TINY = ModelSpec.preset("tiny")
@@ -105,6 +118,113 @@ def test_one_step_reads_where_it_was_told_last():
             step.run(PARTS)
         names = {launch.kernel.fn.__name__ for launch in found.launches.values()}
         assert {"_resolve_kernel", "_fetch_kernel", "_attend_kernel"} <= names
+
+
+# ---- chunks --------------------------------------------------------------------------------------
+
+
+def chunk_step(place: Place) -> ChunkStep:
+    torch.manual_seed(5)
+    return ChunkStep(TINY, place, chunk=128, context=1024, device="cpu")
+
+
+def test_a_chunk_has_the_same_bits_wherever_entries_are():
+    device, host = chunk_step("device"), chunk_step("host")
+    for _ in range(2):
+        for step in (device, host):
+            step.out.zero_()
+            step.run(PARTS)
+        assert torch.equal(*(step.out.view(torch.int16) for step in (device, host)))
+    assert torch.count_nonzero(host.out) > 0
+    host.manager._parts.residency._pool.bytes.zero_()  # type: ignore[union-attr]
+    for step in (device, host):
+        step.run(PARTS)
+    assert not torch.equal(device.out, host.out), "it reads host memory"
+
+
+def test_every_run_of_a_chunk_brings_everything_up():
+    step, gpu, came = chunk_step("host"), LateGpu(), list[tuple[int, str]]()
+    layers = [page.layer for page in step.manager.memory.entries.layout.pages]  # type: ignore[union-attr]
+    stage = step.manager._parts.backend.stage
+    with gpu.installed():
+        gpu.make_late(step.manager)
+        launched = step.manager._parts.backend.stage
+
+        def noted(call: Staging) -> None:
+            came.append((call.entries.page.layer, call.which))
+            launched(call)
+
+        step.manager._parts.backend.stage = noted  # type: ignore[method-assign]
+        for _ in range(3):
+            came.clear()
+            step.run(PARTS)
+            first, *others = layers
+            expected = [(first, "all")]
+            for layer in others:
+                expected += [(layer, "host"), (layer, "device")]
+            assert came == expected
+    assert gpu.put_off >= 3 * len(others)
+    step.manager._parts.backend.stage = stage  # type: ignore[method-assign]
+
+
+def test_the_kernels_of_a_chunk_are_those_of_its_place():
+    names = dict[Place, set[str]]()
+    with no_gpu():
+        for place in PLACES:
+            step = chunk_step(place)
+            with timing.compiling() as found:
+                step.run(PARTS)
+            names[place] = {launch.kernel.fn.__name__ for launch in found.launches.values()}
+    assert names["together"] == names["device"]
+    assert names["host"] - names["device"] == {"_stage_kernel"}
+
+
+# ---- the suite -----------------------------------------------------------------------------------
+
+
+def test_every_case_of_the_suite_can_be_measured(monkeypatch: pytest.MonkeyPatch):
+    """In small, on the CPU, where nothing is timed."""
+
+    def once(call: Callable[[], None], changes: Sequence[Callable[[], None]]) -> timing.Timed:
+        for change in changes:
+            change()
+        call()
+        return timing.Timed(microseconds=1.0, launches=2)
+
+    def run_once(call: Callable[[], None]) -> tuple[float, int]:
+        call()
+        return 1.0, 2
+
+    small: dict[str, object] = {
+        "DEVICE": "cpu",
+        "MODEL": "tiny",
+        "CSA_LAYER": 1,
+        "BATCHES": (1, 2),
+        "TARGETS": ((1024, 2),),
+        "OTHER_STEPS": ((512, 1),),
+        "HOT_ENTRIES": HOT,
+        "ARENA_BYTES": 1 << 21,
+        "CHUNK": 256,
+        "CHUNK_CONTEXT": 1024,
+        "CALLS": 2,
+        "time_changing": once,
+        "timed": run_once,
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(residency, name, value)
+    shorter = replace(TINY, max_context=2048)
+    monkeypatch.setattr(ModelSpec, "preset", lambda name: shorter)
+    for cached in (residency.host_pool, residency._step_of, residency._resolving_layers_of):
+        cached.cache_clear()
+    cases = list(residency.cases())
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        found = case.measure()
+        assert found.launches > 0, case.name
+        assert ("hits counted" in found.note) == ("hits" in case.name)
+        assert ("come up" in found.note) == case.name.endswith("in host memory")
+    for cached in (residency.host_pool, residency._step_of, residency._resolving_layers_of):
+        cached.cache_clear()
 
 
 def test_no_case_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch):

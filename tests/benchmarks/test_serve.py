@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serve, serve_watch
-from benchmarks.serve import DSV4, TRANSFORMERS, in_turns, paragraph, read, served, table
+from benchmarks.serve import DSV4, TRANSFORMERS, in_turns, read, served, shown
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.serve.demo import ServedDemo
 from tests.serve.serving import running
@@ -18,7 +18,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 def test_the_page_shows_the_newest_results() -> None:
     """`python -m benchmarks.serve --table` prints them."""
     rows = read()
-    assert f"{paragraph(rows)}\n{table(rows)}" in PAGE.read_text(encoding="utf-8")
+    assert shown(rows) in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_run_writes_its_figures_into_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, rows = tmp_path / "serve.md", read()
+    page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(serve, "PAGE", page)
+    newer = [{**row, "tokens_per_s": 1234.0} for row in rows]
+    serve.write_page(shown(rows), shown(newer))
+    assert shown(newer) in page.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="the figures of the last run"):
+        serve.write_page(shown(rows), shown(newer))  # they are not there any more
 
 
 def test_one_run_has_both_servers_with_as_many_clients() -> None:

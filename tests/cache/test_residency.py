@@ -3,6 +3,7 @@ a copy fails. tests/scenarios/test_residency_random.py compares whole lives."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dsv4.reference import host_entries
 from dsv4.tiers.disk import DiskTier
 from tests.support.attending_model import AttendingModel
 from tests.support.faults import DeviceFault, Faults, Interrupts
+from tests.support.late_streams import LateGpu
 from tests.support.owned import bytes_of
 
 TINY = ModelSpec.preset("tiny")
@@ -450,7 +452,7 @@ def test_blocks_whose_copies_fail_stay_on_the_device_until_they_can_be_copied(
         raise DeviceFault("CUDA error: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(held.copies._copies, "down", fail)
+        patch.setattr(held.copies.host, "down", fail)
         found = run(manager, request, 900, chunk=128)
         assert held.places.in_host.sum() == 0
         with pytest.raises(OutOfBlocks, match="rows for entries needed") as caught:
@@ -485,8 +487,8 @@ class Late(Mark):
 def running_late(manager: KVCacheManager, patch: pytest.MonkeyPatch) -> list[tuple[Late, int]]:
     """From now on copies to host memory run until they are waited for. Each with how many blocks
     it is of."""
-    copies, begun = residency(manager).copies._copies, list[tuple[Late, int]]()
-    down = copies.down
+    host, begun = residency(manager).copies.host, list[tuple[Late, int]]()
+    down = host.down
 
     def late(rows: Any) -> Late:
         found = [*rows]
@@ -494,7 +496,7 @@ def running_late(manager: KVCacheManager, patch: pytest.MonkeyPatch) -> list[tup
         begun.append((Late(), len(found)))
         return begun[-1][0]
 
-    patch.setattr(copies, "down", late)
+    patch.setattr(host, "down", late)
     return begun
 
 
@@ -533,6 +535,25 @@ def test_whoever_reads_what_counts_as_copied_waits_for_it(monkeypatch: pytest.Mo
     assert torch.equal(torch.cat(run(manager, request, 1320, chunk=1)), expected(1304, 1320))
 
 
+def test_a_row_is_not_written_before_the_copy_of_it_has_run():
+    """Copies that count as arrived run as late as they may."""
+    manager, gpu = made(), LateGpu()
+    with gpu.installed():
+        gpu.make_late(manager)
+        run(manager, manager.admit_request(IDS[:1000]), 1000, chunk=250)
+        held = residency(manager)
+        places, arena = held.places, manager.memory.entries.arena.bytes  # type: ignore[union-attr]
+        there = {b: arena[int(places.row_of[b])].clone() for b in places.with_rows()}
+        late = [b for b in there if not places.in_host[b]]
+        held._make_room(places.rows - 1, keep=(), before=None)
+        arena[places._free] = POISON
+        held.copies.wait()
+        left = [b for b in late if places.is_away(b)]
+        assert left
+        for block_id in left:
+            assert torch.equal(held._pool.bytes[block_id], there[block_id])
+
+
 NIGHTLY = [
     pytest.param(name, 6, marks=pytest.mark.nightly) for name in ("prepare a decode", "fork")
 ]
@@ -565,3 +586,52 @@ def test_an_interrupt_is_recovered_from(name: str, places: int):
         found = torch.cat(run(manager, request, 1060))
         assert torch.equal(found, whole[start:])
         manager.check_invariants()
+
+
+# ---- another place -----------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """What `EntryRows` asks for, and nothing more: no memory that the host reads. It might be
+    another GPU's."""
+
+    def __init__(self, blocks: int, row_bytes: int, device: torch.device) -> None:
+        self.bytes = torch.full((blocks, row_bytes), POISON, dtype=torch.uint8)
+        self.came = 0
+
+    def down(self, rows: Iterable[tuple[Tensor, int]]) -> Mark:
+        for row, number in rows:
+            self.bytes[number].copy_(row)
+            self.came += 1
+        return self.mark()
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def finish(self) -> None:
+        pass
+
+    def memory_bytes(self) -> int:
+        return self.bytes.numel()
+
+
+def test_entries_may_be_wherever_kernels_can_read_them(monkeypatch: pytest.MonkeyPatch):
+    """A request grows, is forked, and goes on."""
+    monkeypatch.setattr(pools, "HostPool", Elsewhere)
+    manager = made(max_requests=3)
+    held = residency(manager)
+    assert isinstance(held.copies.host, Elsewhere)
+    request = manager.admit_request(IDS[:1500])
+    found = run(manager, request, 1300, chunk=256)
+    assert held.places.left > 0
+    assert held.copies.host.came > 8
+    manager.rewind(request, 1299)
+    (fork,) = manager.fork(request, 1)
+    found = [torch.cat(found)[:1299], *run(manager, request, 1400), *run(manager, fork, 1320, 1)]
+    whole = expected(0, 1400)
+    assert torch.equal(torch.cat(found), torch.cat((whole, whole[1299:1320])))
+    stats = manager.stats().residency
+    assert stats is not None
+    assert stats.host_bytes == held.copies.host.bytes.numel()
+    assert stats.misses > 0
+    manager.check_invariants()

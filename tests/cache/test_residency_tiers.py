@@ -252,7 +252,7 @@ def test_entries_that_cannot_be_copied_down_are_no_record_until_they_are(
         raise DeviceFault("CUDA error: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(residency.copies._copies, "down", fail)
+        patch.setattr(residency.copies.host, "down", fail)
         run(manager, request, 500)
         assert not manager.tiers.drain(0.05)
         assert not len(tier._rows)

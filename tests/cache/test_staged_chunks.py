@@ -6,6 +6,8 @@ waits for them, as late as a GPU may do them, or all at once, as early as it may
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,17 +162,59 @@ def test_what_broke_off_is_waited_for_before_its_memory_is_used_again():
     manager._parts.backend.attend = attend  # type: ignore[method-assign]
     assert late.put_off
     manager.fail(plan)
-    table = chunks_of(manager).table
-    table_then = table.clone()
-    for nth, (event, call) in enumerate(late.put_off):
-
-        def checked(call: Callable[[], None] = call) -> None:
-            assert torch.equal(table, table_then)
-            call()
-
-        late.put_off[nth] = event, checked
+    assert not late.put_off
     manager.rewind(request, 700)
     next_plan = manager.prepare_forward([(request, CHUNK)])
-    assert not late.put_off
     manager.abandon(next_plan)
     manager.check_invariants()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_entries_that_layers_share_make_room_for_the_next_early(count: int):
+    """V4.1: while the first of them reads, not only while the last does. Those of two groups of
+    requests fill the staging."""
+    manager, model = made(model_of("v41-tiny"), apart=True, requests=count)
+    requests = [live(manager, model, seed) for seed in range(count)]
+    leave(manager)
+    manager._parts.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
+    attend, before = manager._parts.backend.attend, list[tuple[int, str]]()
+
+    def first_read(call: Attention) -> None:
+        if calls.found and not before:
+            before.extend(calls.found)
+        attend(call)
+
+    manager._parts.backend.attend = first_read  # type: ignore[method-assign]
+    one_chunk(manager, model, requests)
+    first, other = (page.layer for page in manager.memory.entries.layout.pages)  # type: ignore[union-attr]
+    assert before == [(first, "all"), (other if count == 1 else first, "host")]
+
+
+def test_host_memory_stays_pinned_as_long_as_a_handle_may_read_it():
+    manager, _ = made(model_of("tiny"), apart=True)
+    pool = weakref.ref(manager._parts.residency._pool)  # type: ignore[union-attr]
+    handle = manager.acquire(1)
+    del manager
+    gc.collect()
+    assert pool() is not None
+    del handle
+    gc.collect()
+    assert pool() is None
+
+
+def test_what_a_graph_captures_to_forget_is_forgotten_at_the_next_step_too(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Capturing does not run it, and the graph may never be replayed."""
+    manager, _ = made(model_of("tiny"), apart=True)
+    entries = manager.memory.entries
+    assert entries is not None
+    entries.lost.add(0)
+    monkeypatch.setattr(type(entries), "is_capturing", lambda self: True)
+    entries.forget_lost()
+    assert entries.lost == {0}
+    monkeypatch.undo()
+    entries.place[0].fill_(3)
+    manager.prepare_forward([(manager.admit_request(3), 3)])
+    assert not entries.lost
+    assert bool((entries.place[0] == -1).all())

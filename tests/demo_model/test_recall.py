@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4 import CacheSchema, KVCacheManager
 from dsv4.cache.pages import PageKind
+from dsv4.demo_model import parallel
 from dsv4.demo_model.cached import CachedModel
 from dsv4.demo_model.checkpoint import RECALL, load_network
 from dsv4.demo_model.recall import Recall, recall
@@ -20,7 +21,7 @@ NETWORK = load_network(RECALL)
 TOKENS, PAIRS, QUESTIONS = 4096, 24, 12
 CHUNK = 1024
 CSA = 1  # the layer that has entries
-GOOD, BAD = 0.9, 0.5  # parts of the questions
+GOOD, BAD = 0.9, 0.5  # parts of the questions; 1.0 and at most 0.25 were seen
 
 
 @cache
@@ -108,9 +109,18 @@ def test_what_lies_far_back_is_found_until_its_bytes_are_damaged(entries: str, k
     assert reader.right() <= BAD
 
 
-@pytest.mark.nightly
 def test_other_texts_are_recalled_too():
-    """Together; of a single text it may miss a third."""
-    right = [Reader(text(seed), "fp8_ds", "mxfp4").right() for seed in range(6)]
-    assert sum(right) / len(right) >= 0.8
-    assert min(right) >= BAD
+    """Each of them: the text of the other test was not chosen. (Without a cache, which is
+    faster.)"""
+    texts = [text(seed) for seed in range(20)]
+    with torch.no_grad():
+        found = [parallel.run(NETWORK, each.ids[None], rows=each.asked) for each in texts]
+    for each, result in zip(texts, found, strict=True):
+        right = result.logits[0].argmax(dim=-1) == each.values
+        assert float(right.float().mean()) >= GOOD
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("entries", ["fp8_ds", "v41_fp4"])
+def test_other_texts_are_recalled_from_few_bits(entries: str):
+    assert all(Reader(text(seed), entries, "mxfp4").right() >= GOOD for seed in range(6))

@@ -9,7 +9,9 @@ rows of host memory without a copy, hot records without an entry, staging.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +30,22 @@ from tests.support.attending_model import AttendingModel
 POISON = 0xEE
 CONTEXT, SLOTS, BLOCKS, STEP = 1280, 3, 26, 256
 VOCABULARY = 512
+
+
+def of_pro() -> ModelSpec:
+    """The first layers of V4-Pro and its draft layer, with small numbers: it begins with HCA
+    layers, where V4-Flash has windows only, and selects more of what it has."""
+    pro, tiny = ModelSpec.preset("v4-pro"), ModelSpec.preset("tiny")
+    chosen = (*pro.layers[:5], pro.layers[-1])
+    layers = (replace(spec, layer=nth, owner=nth) for nth, spec in enumerate(chosen))
+    return replace(tiny, name="pro-tiny", heads=8, index_topk=32, layers=tuple(layers))
+
+
+MODELS: dict[str, Callable[[], ModelSpec]] = {
+    "tiny": partial(ModelSpec.preset, "tiny"),
+    "pro-tiny": of_pro,
+    "v41-tiny": partial(ModelSpec.preset, "v41-tiny"),
+}
 
 
 @dataclass
@@ -57,7 +75,7 @@ class Worlds:
     ):
         self.rng = random.Random(seed)
         self.drafts, self.device = drafts, torch.device(device)
-        spec = ModelSpec.preset(model)
+        spec = MODELS[model]()
         schemas = [
             CacheSchema.build(
                 spec, max_context=CONTEXT, max_draft_tokens=drafts, entries_apart=apart, **options
@@ -278,7 +296,10 @@ class Worlds:
             self.poison()
 
 
-CASES = [("tiny", 0, 1), ("tiny", 1, 2), ("v41-tiny", 0, 1), ("v41-tiny", 2, 2)]
+CASES = [
+    *(("tiny", 0, 1), ("tiny", 1, 2), ("pro-tiny", 1, 2)),
+    *(("v41-tiny", 0, 1), ("v41-tiny", 2, 2)),
+]
 
 
 @pytest.mark.parametrize(("model", "drafts", "plans"), CASES)
@@ -295,8 +316,24 @@ def test_many_outputs_do_not_depend_on_where_entries_are(
     lives(model, seed, drafts, plans, calls=400)
 
 
-def lives(model: str, seed: int, drafts: int, plans: int, *, calls: int) -> None:
-    worlds = Worlds(model, seed, drafts=drafts, plans=plans)
+# how entries are kept, in a model whose own formats are others
+FORMATS: dict[str, dict[str, Any]] = {
+    "as V4.1's": {"entry_format": "v41_fp4", "window_format": "v41_fp8"},
+    "as V4.1's windows": {"entry_format": "v41_fp8"},
+    "as bf16": {"entry_format": "bf16"},
+    "folded": {"hca_state": "online"},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_of_other_models(name: str, seed: int):
+    lives("pro-tiny", seed, 1, 2, calls=200, **FORMATS[name])
+
+
+def lives(model: str, seed: int, drafts: int, plans: int, *, calls: int, **options: Any) -> None:
+    worlds = Worlds(model, seed, drafts=drafts, plans=plans, **options)
     worlds.live(calls, two=plans > 1)
     assert_both_were_needed(worlds)
 

@@ -19,14 +19,13 @@ from dsv4.cache.prefix.options import PrefixOptions, full
 from dsv4.cache.requests import Request
 from dsv4.cache.residency.host_rows import SharedHostRows
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.transfers.fetch import Fetch
 from dsv4.errors import OutOfBlocks, OutOfSlots
 from dsv4.model import ModelSpec
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.record import Kind
 from tests.support.attending_model import AttendingModel
-from tests.support.tiered import TIMEOUT_S
+from tests.support.tiered import TIMEOUT_S, TieredLife
 
 POISON = 0xEE
 LONGEST, STEP, BLOCKS, SLOTS, VOCABULARY = 640, 256, 9, 2, 512
@@ -56,11 +55,13 @@ def texts(name: str) -> list[tuple[list[int], Tensor]]:
     return found
 
 
-class Life:
-    """Texts share beginnings; the device, host memory and the tiers hold a few of them each."""
+class Life(TieredLife[int]):
+    """Texts, which go by number, share beginnings; the device, host memory and the tiers hold a few
+    of them each."""
 
     def __init__(self, name: str, seed: int, root: Path) -> None:
-        self.draw, (_, schema, self.model) = Random(seed), world(name)
+        super().__init__(seed)
+        _, schema, self.model = world(name)
         record = schema.bytes.block + 8192
         self.host = HostTier(self.draw.choice((12, 40)) * record)
         self.disk = DiskTier(root, self.draw.choice((12, 60)) * (record + schema.bytes.entries))
@@ -77,11 +78,11 @@ class Life:
         )
         self.texts = [ids for ids, _ in texts(name)]
         self.outputs = [outputs for _, outputs in texts(name)]
-        self.live: dict[Request, int] = {}
-        self.away: list[tuple[int, int]] = []
-        self.fetches: list[Fetch] = []
         self.shared = 0  # rows that were of a record and of a block
         self.kept = 0  # rows that were of a record only
+
+    def ids_of(self, text: int) -> list[int]:
+        return self.texts[text]
 
     # ---- what happens --------------------------------------------------------------------------
 
@@ -146,41 +147,9 @@ class Life:
             request = self.draw.choice(list(self.live))
             self.manager.rewind(request, self.draw.randrange(request.length + 1))
 
-    def release(self) -> None:
-        if self.live:
-            request = self.draw.choice(list(self.live))
-            del self.live[request]
-            self.manager.release_request(request)
-
-    def suspend(self) -> None:
-        if self.live:
-            request = self.draw.choice(list(self.live))
-            nth = self.live.pop(request)
-            if request.length:
-                self.away.append((nth, request.length))
-            self.manager.tiers.suspend(request)
-
-    def resume(self) -> None:
-        if not self.away:
-            return
-        nth, tokens = self.draw.choice(self.away)
-        try:
-            ids = self.texts[nth][:tokens]
-            request = self.manager.tiers.resume(ids, timeout_s=TIMEOUT_S)
-        except (OutOfBlocks, OutOfSlots):
-            return self.release()
-        self.live[request] = nth
-
     def begin_fetch(self) -> None:
         ids = self.draw.choice(self.texts)[: self.draw.randrange(1, LONGEST)]
         self.fetches.append(self.manager.tiers.fetch(ids))
-
-    def move_fetch(self) -> None:
-        for fetch in self.fetches:
-            if self.draw.random() < 0.3:
-                fetch.cancel()
-            fetch.poll()
-        self.fetches = [fetch for fetch in self.fetches if not fetch.done]
 
     def evict(self) -> None:
         self.manager.prefix.evict(self.draw.choice((2, BLOCKS, BLOCKS)))

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dsv4.cache.prefix.options import full
 from dsv4.cache.requests import Request
-from dsv4.cache.transfers.fetch import Fetch
 from dsv4.errors import OutOfBlocks, OutOfSlots
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
 from tests.support.lives import ColdRun, Text, run_to
-from tests.support.tiered import SCHEMA, TIMEOUT_S, options, stack_with
+from tests.support.tiered import SCHEMA, TIMEOUT_S, TieredLife, options, stack_with
 
 TEXTS, LONGEST = 5, 700
 
 
-class Life:
+class Life(TieredLife[Text]):
     """A manager whose pool holds a few prompts; host memory and disk hold a few more. Texts share
     beginnings. Each operation is one of those below, drawn at random."""
 
     def __init__(self, seed: int, root: Path) -> None:
-        self.draw = Random(seed)
+        super().__init__(seed)
         self.tiers = [
             HostTier(self.draw.choice((8, 20)) * (SCHEMA.bytes.block + 8192)),
             DiskTier(root / "tier", self.draw.choice((12, 60)) * (SCHEMA.bytes.block + 8192)),
@@ -41,10 +41,9 @@ class Life:
         others = [Text.random(self.stack, seed, LONGEST) for seed in range(1, TEXTS)]
         cuts = [self.draw.choice((0, 100, 256, 390)) for _ in others]
         self.texts = [first, *(first.then(o, cut) for o, cut in zip(others, cuts, strict=True))]
-        self.live: dict[Request, Text] = {}
-        self.away: list[tuple[Text, int]] = []
-        self.fetches: list[Fetch] = []
-        self.resumed = 0
+
+    def ids_of(self, text: Text) -> NDArray[np.int32]:
+        return text.ids
 
     def step(self) -> None:
         self.draw.choice(
@@ -85,41 +84,9 @@ class Life:
         cold = ColdRun(self.stack, text.stream, request.length)
         cold.assert_same(self.stack, request, with_drafts=False)
 
-    def release(self) -> None:
-        if self.live:
-            request = self.draw.choice(list(self.live))
-            del self.live[request]
-            self.manager.release_request(request)
-
-    def suspend(self) -> None:
-        if self.live:
-            request = self.draw.choice(list(self.live))
-            text = self.live.pop(request)
-            if request.length:
-                self.away.append((text, request.length))
-            self.manager.tiers.suspend(request)
-
-    def resume(self) -> None:
-        if not self.away:
-            return
-        text, tokens = self.draw.choice(self.away)
-        try:
-            request = self.manager.tiers.resume(text.ids[:tokens], timeout_s=TIMEOUT_S)
-        except (OutOfBlocks, OutOfSlots):
-            return self.release()
-        self.resumed += request.resume.start > 0
-        self.live[request] = text
-
     def begin_fetch(self) -> None:
         text = self.draw.choice(self.texts)
         self.fetches.append(self.manager.tiers.fetch(text.ids[: self.draw.randrange(1, LONGEST)]))
-
-    def move_fetch(self) -> None:
-        for fetch in self.fetches:
-            if self.draw.random() < 0.3:
-                fetch.cancel()
-            fetch.poll()
-        self.fetches = [fetch for fetch in self.fetches if not fetch.done]
 
     def evict(self) -> None:
         self.manager.prefix.evict(self.draw.randrange(1, 9))

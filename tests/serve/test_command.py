@@ -76,7 +76,10 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
             process.send_signal(signal.SIGINT)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
-        process.communicate(timeout=WAIT_S)
+        _, logs = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 130  # without waiting until Python has taken torch apart
+        assert "ending at once: 1 requests left" in logs
+        assert "Traceback" not in logs
 
 
 @pytest.mark.parametrize(

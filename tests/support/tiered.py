@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
+from dsv4.cache.transfers.fetch import Fetch
+from dsv4.errors import OutOfBlocks, OutOfSlots
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.tier import Tier
@@ -21,6 +26,7 @@ from tests.support.tiers import PATIENT
 
 SCHEMA = CacheSchema.build(TINY, max_context=2048)
 BLOCK = SCHEMA.block_tokens
+T = TypeVar("T")
 TIMEOUT_S = 120.0  # where nothing is to be late, on the slowest machine
 
 
@@ -88,6 +94,54 @@ def plane_bytes(schema: CacheSchema) -> Tensor:
         if page.kind != "window":
             kept[page.offset_bytes : page.offset_bytes + page.payload_bytes] = True
     return kept
+
+
+class TieredLife(ABC, Generic[T]):
+    """What happens to requests of a random life above tiers, whatever their texts are."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = Random(seed)
+        self.manager: KVCacheManager
+        self.live: dict[Request, T] = {}
+        self.away: list[tuple[T, int]] = []  # suspended, and with how many tokens
+        self.fetches: list[Fetch] = []
+        self.resumed = 0  # requests that continued after something
+
+    @abstractmethod
+    def ids_of(self, text: T) -> Any: ...
+
+    def release(self) -> None:
+        if self.live:
+            request = self.draw.choice(list(self.live))
+            del self.live[request]
+            self.manager.release_request(request)
+
+    def suspend(self) -> None:
+        if self.live:
+            request = self.draw.choice(list(self.live))
+            text = self.live.pop(request)
+            if request.length:
+                self.away.append((text, request.length))
+            self.manager.tiers.suspend(request)
+
+    def resume(self) -> None:
+        if not self.away:
+            return
+        text, tokens = self.draw.choice(self.away)
+        try:
+            ids = self.ids_of(text)[:tokens]
+            request = self.manager.tiers.resume(ids, timeout_s=TIMEOUT_S)
+        except (OutOfBlocks, OutOfSlots):
+            return self.release()
+        self.resumed += request.resume.start > 0
+        self.live[request] = text
+
+    def move_fetch(self) -> None:
+        for fetch in self.fetches:
+            if self.draw.random() < 0.3:
+                fetch.cancel()
+            fetch.poll()
+        self.fetches = [fetch for fetch in self.fetches if not fetch.done]
 
 
 class Places:

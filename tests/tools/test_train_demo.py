@@ -3,6 +3,7 @@ not been."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     for name in ("asked_first", "unseen", "unseen_other"):
         whole = getattr(train_demo, name)
         monkeypatch.setattr(train_demo, name, lambda whole=whole: [*whole()][:2])
-    monkeypatch.setattr(train_recall, "STEPS", 2)
-    monkeypatch.setattr(train_recall, "ROWS", 1)
+    short = [dataclasses.replace(stage, steps=1, rows=1) for stage in train_recall.STAGES]
+    monkeypatch.setattr(train_recall, "STAGES", short)
     return train_demo, train_recall
 
 

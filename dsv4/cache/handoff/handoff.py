@@ -70,7 +70,7 @@ class Handoff:
             keeper=arena,
         )
         residency = parts.residency
-        pools = () if residency is None else (residency.copies.memory,)
+        pools = () if residency is None else (residency.copies.host.memory,)
         host = [
             Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
             for memory in (rows.memory, pledges.memory, *pools)

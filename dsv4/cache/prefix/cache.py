@@ -92,11 +92,27 @@ class Caching(BlockCaching):
         The rings still hold the state at every boundary that decode batches have crossed; `newest`
         is the end of what has been written to them, including plans after this one.
         """
-        if learned is not None and plan.is_stored:
+        if learned is not None:
             learned.learn(plan, ends)
-        block_tokens = self._block_tokens
-        firsts, lasts = plan.starts // block_tokens, ends // block_tokens
+        firsts, lasts = plan.starts // self._block_tokens, ends // self._block_tokens
         rows = (lasts > firsts).nonzero()[0]
+        if len(rows):
+            self._cache_rows(plan, rows, firsts, lasts, newest, slot_arena, adopt)
+        if plan.prefill is not None:
+            self._captures.finish(plan, plan.prefill, kept)
+
+    def _cache_rows(
+        self,
+        plan: ForwardPlan,
+        rows: I64,
+        firsts: I64,
+        lasts: I64,
+        newest: Callable[[], I64],
+        slot_arena: Tensor,
+        adopt: Adopt[Request],
+    ) -> None:
+        """The blocks that the requests in these rows of a step completed, as far as ids are
+        known."""
         of_rows = zip(
             rows.tolist(), firsts.take(rows).tolist(), lasts.take(rows).tolist(), strict=True
         )
@@ -105,15 +121,13 @@ class Caching(BlockCaching):
             trail = request.trail
             if trail is None:
                 continue
-            last = min(end, trail.take_recent() // block_tokens)
-            # the snapshots of a chunk are taken below, by `finish`
+            last = min(end, trail.take_recent() // self._block_tokens)
+            # the snapshots of a chunk are taken by `finish`
             is_chunk = plan.counts[row] > self._max_decode_tokens
             for node in self.cache_blocks(request, trail, first, last, adopt):
                 if not is_chunk:
                     slot, written = slot_arena[request.slot], int(newest()[row])
                     self._captures.take(request, trail, node, slot, written=written)
-        if plan.prefill is not None:
-            self._captures.finish(plan, plan.prefill, kept)
 
     def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt[Request]) -> None:
         """Adds ids of tokens that a request has computed before they were known."""
@@ -158,7 +172,8 @@ class PrefixCache:
                 f"periodic({options.policy.period_tokens}) is not a multiple of block_tokens="
                 f"{schema.block_tokens}: snapshots are taken where blocks end"
             )
-        if options.replay == "cut":
+        self._cuts = options.replay == "cut"
+        if self._cuts:
             _check_cut(schema)
         self.schema, self.options = schema, options
         secret = self._secret = options.secret()
@@ -240,15 +255,15 @@ class PrefixCache:
         first = max(0, replay_start(self.schema, reused) // self.schema.block_tokens - 1)
         nodes: list[PrefixNode | None] = [None] * blocks
         nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
-        return self._resume_after(nodes, blocks, len(trail.ids)).resume
+        return resume_after(self.schema, nodes, blocks, len(trail.ids), cut=self._cuts).resume
 
     def match(self, trail: TokenTrail, *, reuse: bool = True) -> PrefixMatch:
         """What of a prompt is cached; without `reuse` as if nothing were. The last token always
         runs: it gives the first logits."""
-        tokens = len(trail.ids)
+        tokens = trail.take_recent()
         most = max(0, tokens - 1) // self.schema.block_tokens if reuse else 0
         nodes = self.index.match(trail, most)
-        return self._resume_after(nodes, len(nodes), tokens)
+        return resume_after(self.schema, nodes, len(nodes), tokens, cut=self._cuts)
 
     def match_own(self, request: Request, length: int) -> PrefixMatch:
         """The position from which a request that has computed `length` tokens can reach them
@@ -261,22 +276,14 @@ class PrefixCache:
             blocks = min(blocks, request.approximate_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
-        return self._resume_after(nodes, blocks, length)
-
-    def _resume_after(
-        self, nodes: Sequence[PrefixNode | None], blocks: int, tokens: int
-    ) -> PrefixMatch:
-        cut_replays = self.options.replay == "cut"
-        return resume_after(
-            self.schema, nodes, blocks=blocks, tokens=tokens, cut_replays=cut_replays
-        )
+        return resume_after(self.schema, nodes, blocks, length, cut=self._cuts)
 
     def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """Counts an admission, or a request that continues to the end of another prompt from its
         own state, and marks what it used."""
         counted, resume = self._counters, match.resume
         has_state = resume.source in ("state", "rings")
-        self._counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
+        tokens_asked = counted.tokens_asked + resume.end
         if trail.hints is not None:
             self._heed(match, trail, trail.hints)
         if match.nodes or has_state:
@@ -284,6 +291,7 @@ class PrefixCache:
                 _log_replay(resume)
             self._counters = replace(
                 counted,
+                tokens_asked=tokens_asked,
                 hits=_one_more(counted.hits, _HIT_KINDS[resume.source]),
                 tokens_skipped=counted.tokens_skipped + resume.start,
                 tokens_shared=counted.tokens_shared + resume.reused_tokens,
@@ -297,7 +305,7 @@ class PrefixCache:
                 observer.used(match, trail)
             return
         misses = _one_more(counted.misses, self._miss_reason(resume, trail))
-        self._counters = replace(counted, misses=misses)
+        self._counters = replace(counted, tokens_asked=tokens_asked, misses=misses)
 
     def _heed(self, match: PrefixMatch, trail: TokenTrail, hints: Hints) -> None:
         self._sessions.admitted(trail, hints)

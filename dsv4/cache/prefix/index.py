@@ -191,7 +191,7 @@ class PrefixIndex:
             del self._forgotten[next(iter(self._forgotten))]
         self.evictions += len(victims)
         self.ages.evicted(victims)
-        for node in victims:
+        for node in victims if self.events is not None else ():
             self.note_event("removed", node)
 
     def spare(self, victims: Sequence[PrefixNode]) -> None:

@@ -59,21 +59,17 @@ class PrefixMatch:
 
 
 def resume_after(
-    schema: CacheSchema,
-    nodes: Sequence[PrefixNode | None],
-    *,
-    blocks: int,
-    tokens: int,
-    cut_replays: bool,
+    schema: CacheSchema, nodes: Sequence[PrefixNode | None], blocks: int, tokens: int, *, cut: bool
 ) -> PrefixMatch:
     """How a prompt of `tokens` tokens continues, of which `blocks` blocks are there: from the last
-    snapshot or with a replay up to the end of the last block, whichever starts later. `nodes` are
-    those blocks, or None before the start of the replay, where snapshots are of no use."""
+    snapshot or with a replay (a `cut` one) up to the end of the last block, whichever starts later.
+    `nodes` are those blocks, or None before the start of the replay, where snapshots are of no use.
+    """
     block_tokens = schema.block_tokens
     reused = blocks * block_tokens
     start = replay_start(schema, reused)
-    cut = cut_replay_start(schema, reused) if cut_replays else 0
-    is_cut, start = cut > start, max(start, cut)
+    cut_start = cut_replay_start(schema, reused) if cut else 0
+    is_cut, start = cut_start > start, max(start, cut_start)
     cached = [node for node in nodes if node]
     for nth in range(len(nodes) - 1, -1, -1):
         at = (nth + 1) * block_tokens

@@ -299,9 +299,9 @@ class StepIds:
         cls, plan: ForwardPlan, kept: Positions, ids: Ids, recent: RecentIds, block_tokens: int
     ) -> StepIds:
         """Raises InvalidInput if they do not fit the step, or contradict what is known."""
-        if len(ids) != plan.num_tokens:
+        if len(ids) != plan.shape.num_tokens:
             _refuse_count(len(ids), plan.num_tokens)
-        starts, known = plan.starts, recent.known.take(plan.slots)
+        starts, known = plan.starts, recent.known.take(plan.shape.slots)
         has_gaps = False
         if np.count_nonzero(starts != known):
             for row in ((starts < known) & (kept > 0)).nonzero()[0].tolist():
@@ -316,7 +316,8 @@ class StepIds:
     def learn(self, plan: ForwardPlan, ends: Positions) -> None:
         """Adds them to what is known of the requests, up to `ends`."""
         if self.ids is not None:
-            self.recent.learn(plan.slots, plan.starts, ends, self.ids, plan.shape.token_rows)
+            shape = plan.shape
+            self.recent.learn(shape.slots, plan.starts, ends, self.ids, shape.token_rows)
         for trail, start, span in self.apart:
             trail.learn(start, span)
 

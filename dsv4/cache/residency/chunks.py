@@ -90,8 +90,10 @@ class ChunkEntries:
         self._held: list[Unit | None] = [None, None]
         self._coming: list[Any] = [None, None]  # what a reader has to wait for
         self._sources: dict[int, EntrySource] = {}
-        self._next: dict[int, int] = {}  # of a layer, the next one that reads entries of this kind
-        before = None
+        # of a layer, the next one that reads entries of this kind, and the next that reads others
+        self._next: dict[int, int] = {}
+        self._next_others: dict[int, int] = {}
+        alike: list[int] = []
         for layer in schema.layers:
             number, page = layer.spec.layer, schema.layout.page("entries", layer.spec.layer)
             if page is None or not page.apart:
@@ -99,9 +101,12 @@ class ChunkEntries:
             self._sources[number] = EntrySource(
                 arena=arena, page=page, block_table=entry_table, ratio=layer.spec.ratio
             )
-            if before is not None and not layer.spec.draft:  # chunks may leave these out
-                self._next[before] = number
-            before = number
+            if alike and not layer.spec.draft:  # chunks may leave these out
+                self._next[alike[-1]] = number
+                if self._sources[alike[-1]].page.layer != page.layer:
+                    self._next_others |= dict.fromkeys(alike, number)
+                    alike.clear()
+            alike.append(number)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -152,7 +157,7 @@ class ChunkEntries:
         is_new = half is None
         if half is None:
             half = 0 if self._coming[0] is None else 1
-            self._take(half)
+            self._forget(half)
             self._stage(backend, layer, group, half, "all")
             self._held[half] = unit
         self.side.hold_back(self._coming[half])
@@ -189,14 +194,16 @@ class ChunkEntries:
     def _bring_next(self, backend: Backend, layer: int, group: int, half: int) -> None:
         following = (layer, group + 1)
         if group + 1 == len(self._groups):
-            if layer not in self._next:
+            # with one group, the entries of layers that share them are there until the last of them
+            after = self._next_others if len(self._groups) == 1 else self._next
+            if layer not in after:
                 return
-            following = (self._next[layer], 0)
+            following = (after[layer], 0)
         unit = self._unit(*following)
         if self._find(unit) is not None:
             return
         assert self._batch is not None
-        self._take(half)
+        self._forget(half)
         uses = (self.rows, self.table, *self._tables, self._batch.request_rows)
         self._coming[half] = self.side.run(
             lambda: self._stage(backend, *following, half, "host"), uses
@@ -215,9 +222,9 @@ class ChunkEntries:
         requests = self._batch.request_rows[self._groups[group][0]]
         backend.stage(self.staging_of(layer, half, requests, which))
 
-    def _take(self, half: int) -> None:
-        """Its content is not needed, or was not read."""
-        self.side.hold_back(self._coming[half])
+    def _forget(self, half: int) -> None:
+        """Its content is not needed. What is still on its way there has been launched before all
+        that is brought there from now on."""
         self._held[half] = self._coming[half] = None
 
     def _unit(self, layer: int, group: int) -> Unit:

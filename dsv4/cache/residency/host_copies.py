@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.residency.host_rows import SharedHostRows
 from dsv4.cache.residency.places import EntryPlaces
-from dsv4.cache.residency.pool import HostPool
-from dsv4.cache.transfers.copies import Copies, Mark, Row
+from dsv4.cache.residency.pool import EntryRows, HostPool
+from dsv4.cache.transfers.copies import Mark
 
 MOST_COPYING = 256  # blocks on the way to host memory: a full stream would block launches
 
@@ -23,12 +22,11 @@ class HostCopies:
     may leave the device once the copy has arrived, which `places` records. A block that has changed
     meanwhile is not copied, or its copy does not count."""
 
-    def __init__(
-        self, places: EntryPlaces, pool: HostPool, arena: Tensor, device: torch.device
-    ) -> None:
+    def __init__(self, places: EntryPlaces, pool: HostPool, arena: Tensor) -> None:
         self.copied = self.failed = 0
-        self._places, self._hosts, self._pool, self._arena = places, places.hosts, pool, arena
-        self._copies = Copies(device, pool.memory)
+        self._places, self._hosts, self._arena = places, places.hosts, arena
+        self.host = pool  # for what the host itself reads and writes
+        self._pool: EntryRows = pool
         self._queue: deque[tuple[int, int]] = deque()  # blocks to copy, with their versions
         self._asked = np.full_like(places.versions, -1)  # of each block the version queued last
         self._running: deque[tuple[Mark, list[tuple[int, int]]]] = deque()
@@ -67,15 +65,14 @@ class HostCopies:
     def _begin(self, blocks: list[tuple[int, int]]) -> None:
         row_of, host_row_of = self._places.row_of, self._hosts.row_of
         try:
-            targets = [Row((self._pool.piece(int(host_row_of[b])),)) for b, _ in blocks]
-            sources = [self._arena[int(row_of[b])] for b, _ in blocks]
-            mark = self._copies.down(zip(sources, targets, strict=True))
+            rows = [(self._arena[int(row_of[b])], int(host_row_of[b])) for b, _ in blocks]
+            mark = self._pool.down(rows)
         except RuntimeError as error:
             LOGGER.warning("%d blocks are not in host memory yet: %s", len(blocks), error)
             self.failed += len(blocks)
             # tried again at the next commit, or when rows are short
             self._queue.extendleft(reversed(blocks))
-            self._copies.finish()  # some may be running
+            self._pool.finish()  # some may be running
             return
         if mark.passed and not self._running:
             for block_id, version in blocks:
@@ -127,18 +124,13 @@ class HostCopies:
         """A mark that is passed when everything that the device does with host memory now, on any
         stream, is over."""
         self.hold_back()
-        return self._copies.mark()
+        return self._pool.mark()
 
     # ---- for other machines ----------------------------------------------------------------------
 
-    @property
-    def memory(self) -> memoryview:
-        """All of host memory that is for entries."""
-        return self._pool.memory
-
     def piece(self, block_id: int) -> memoryview:
         """A block's row of host memory."""
-        return self._pool.piece(int(self._hosts.row_of[block_id]))
+        return self.host.piece(int(self._hosts.row_of[block_id]))
 
     def bring_down(self, block_ids: Sequence[int]) -> list[int]:
         """Waits until the entries of these complete blocks are in host memory, where they stay as
@@ -165,7 +157,7 @@ class HostCopies:
 
     def forget(self) -> None:
         """Waits for the copies that are running, and forgets which blocks were asked for."""
-        self._copies.finish()
+        self._pool.finish()
         self._running.clear()
         self._early = None
         self._queue.clear()

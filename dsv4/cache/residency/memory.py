@@ -4,7 +4,7 @@ the table that maps blocks to them, and hot rows."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
 from dsv4.cache.hot_rows import HotLayout
 from dsv4.cache.residency.chunks import ChunkEntries
-from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.schema import CacheSchema
 from dsv4.ops.calls import EntrySource, HotRows, Resolving
+
+if TYPE_CHECKING:
+    from dsv4.cache.residency.pool import EntryRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +96,19 @@ class EntriesMemory:
         self.entry_of[slot].fill_(-1)
 
     def forget_lost(self) -> None:
+        """Forgets the hot records of slots that are lost. In a captured graph that happens when it
+        is replayed, so they stay lost until the next step is planned."""
+        if not self.lost:
+            return
+        is_capturing = self.is_capturing()
         for slot in tuple(self.lost):
             self.forget_hot(slot)
-            self.lost.discard(slot)
+            if not is_capturing:
+                self.lost.discard(slot)
+
+    def is_capturing(self) -> bool:
+        """Whether what is launched now becomes part of a graph."""
+        return self.place.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def read_counts(self) -> list[list[int]]:
         """Hits, misses and bytes fetched of each layer. Does not wait: on a GPU they are those of
@@ -106,6 +118,8 @@ class EntriesMemory:
         if self._arrived is None:
             self._counts = torch.zeros_like(self.counted, device="cpu").pin_memory()
             self._stream = torch.cuda.Stream(self.counted.device)
+            # `counted` is written before it is read for the first time
+            self._stream.wait_stream(torch.cuda.current_stream(self.counted.device))
         if self._arrived is None or self._arrived.query():
             found = self._counts.tolist()
             with torch.cuda.stream(self._stream):
@@ -124,12 +138,13 @@ class LaneEntries:
     and `chunks`, what a prefill batch reads."""
 
     def __init__(
-        self, memory: EntriesMemory, block_table: Tensor, pool: HostPool | None, *, max_tokens: int
+        self, memory: EntriesMemory, block_table: Tensor, pool: EntryRows | None, *, max_tokens: int
     ) -> None:
         schema, device = memory.schema, block_table.device
         self._memory = memory
         # the row of each block of a request in host memory
         self._host_table = memory.tables[1] if len(memory.tables) > 1 else block_table
+        self._pool = pool  # pinned for as long as a handle may read it
         self._host = None if pool is None else pool.bytes
         requests, top_k = block_table.shape[0], schema.model.index_topk
         self._rows = torch.empty(max_tokens * top_k, dtype=torch.int32, device=device)

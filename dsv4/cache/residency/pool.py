@@ -1,21 +1,48 @@
-"""Entries of blocks in host memory: one row each, in the form of the device's rows."""
+"""Where entries of blocks may be but on the device: one row each, in the form of the device's rows.
+Host memory is the only such place."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import weakref
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from dsv4.cache.transfers.copies import Copies, Mark, Row
 from dsv4.errors import InvalidInput
+from dsv4.ops.device import on_device
+from dsv4.tiers import pin
 from dsv4.units import format_bytes
 
 
+class EntryRows(Protocol):
+    """All that is asked of such a place. `bytes` uint8 [rows, row_bytes] is memory that kernels on
+    the device read and that torch copies to the device. What uses it orders its work with marks."""
+
+    bytes: Tensor
+
+    def down(self, rows: Iterable[tuple[Tensor, int]]) -> Mark:
+        """Begins to copy rows of the device to rows with these numbers, after what is on the
+        current stream. The mark is passed when they have arrived. Raises RuntimeError; some copies
+        may be running then."""
+
+    def mark(self) -> Mark:
+        """A mark at the current position of the current stream."""
+
+    def finish(self) -> None:
+        """Waits until no copy is running. Blocks the host."""
+
+    def memory_bytes(self) -> int: ...
+
+
 class HostPool:
-    """uint8 [rows, row_bytes] in host memory. Where the device is a GPU it is pinned: kernels read
-    it, and copies run in the background.
+    """Host memory as such a place. The host itself reads and writes it too (`memory`, `piece`).
+    Where the device is a GPU it is pinned: kernels read it, and copies run in the background.
 
     Raises InvalidInput if the system does not give or pin this much memory.
     """
@@ -37,10 +64,9 @@ class HostPool:
             ) from error
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8).view(blocks, row_bytes)
         if device.type == "cuda":
-            from dsv4.tiers.pin import pin  # needs the extra dsv4[tiers]
-
             try:
-                unpin = pin(self.memory)
+                with on_device(device):
+                    unpin = pin.pin(self.memory)
             except InvalidInput as error:
                 raise InvalidInput(
                     f"host_memory: {format_bytes(size_bytes)} for the entries of {blocks:,} blocks "
@@ -48,7 +74,12 @@ class HostPool:
                     f"(ulimit -l), or build the manager without host_memory"
                 ) from error
             # the driver must forget the memory before the system does, when the process ends too
-            weakref.finalize(self, unpin)
+            weakref.finalize(self, _let_go, unpin, device)
+        self._copies = Copies(device, self.memory)
+        self.mark, self.finish = self._copies.mark, self._copies.finish
+
+    def down(self, rows: Iterable[tuple[Tensor, int]]) -> Mark:
+        return self._copies.down((row, Row((self.piece(number),))) for row, number in rows)
 
     def piece(self, row: int) -> memoryview:
         width = self.bytes.shape[1]
@@ -56,3 +87,10 @@ class HostPool:
 
     def memory_bytes(self) -> int:
         return self.bytes.numel()
+
+
+def _let_go(unpin: Callable[[], None], device: torch.device) -> None:
+    """Kernels and copies that were launched may still use the memory."""
+    with suppress(RuntimeError):  # after an error of the device nothing runs any more
+        torch.cuda.synchronize(device)
+    unpin()

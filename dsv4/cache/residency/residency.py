@@ -28,7 +28,7 @@ from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
 from dsv4.cache.residency.host_copies import HostCopies
 from dsv4.cache.residency.host_rows import NO_ROW
 from dsv4.cache.residency.places import EntryPlaces
-from dsv4.cache.residency.pool import HostPool
+from dsv4.cache.residency.pool import EntryRows, HostPool
 from dsv4.cache.residency.tables import EntryTables
 from dsv4.cache.stats import LayerFetches, ResidencyStats
 from dsv4.cache.step.shape import StepTokens
@@ -74,13 +74,14 @@ class Residency:
     ) -> None:
         schema, entries = table.schema, memory.entries
         assert entries is not None
-        self._table, self._memory, self._entries, self._pool = table, memory, entries, pool
+        self._table, self._memory, self._entries = table, memory, entries
+        self._pool: EntryRows = pool  # all that is here asks no more of it
         self._open_plans = open_plans
         self._before_reuse = before_reuse  # makes what comes next wait for copies to tiers
         self._note_left = note_left  # which blocks' entries have left the device
         self._block_tokens = schema.block_tokens
         self.places, self._hosts = places, places.hosts
-        self.copies = HostCopies(places, pool, entries.arena.bytes, memory.device)
+        self.copies = HostCopies(places, pool, entries.arena.bytes)
         self.tables = EntryTables(entries.tables, places)
         # of each slot's request: its blocks from one token to the other are open
         self._open_from = np.zeros(table.max_requests, dtype=np.int64)
@@ -352,7 +353,11 @@ class Residency:
         self.note_end(plan)
 
     def note_end(self, plan: ForwardPlan) -> None:
-        """A plan is over: gives back rows for tokens that were not kept."""
+        """A plan is over: what comes next waits for all that is on its way to its staging, because
+        it may change what that reads. Gives back rows for tokens that were not kept."""
+        lane = self._memory.lanes[plan.lane]
+        assert lane.entries is not None
+        lane.entries.chunks.end()
         for request in plan.requests:
             if not request.released:
                 self._trim(request)

@@ -100,18 +100,16 @@ class StepBuffers:
     def memory_bytes(self) -> int:
         return 4 * self.device_buffer.numel()
 
-    def wait(self) -> None:
-        """Waits until the previous step's copy no longer reads the host buffer."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
     def forget(self) -> None:
         """Forgets the last step."""
         self._last_shape: StepShape | None = None
         self._row_of_token = self._nth_of_token = np.empty(0, dtype=np.int64)
 
     def fill(self, step: StepTokens) -> dict[int, int]:
-        """Writes a step into the host buffer. Returns how many work items each ratio has."""
+        """Writes a step into the host buffer, as soon as the copy of the previous one no longer
+        reads it. Returns how many work items each ratio has."""
+        if self._copied is not None:
+            self._copied.synchronize()
         shape, starts, reused, counts = step.shape, step.starts, step.reused, {}
         self._fill_tokens(shape, starts, step.ends)
         unknown = None if step.before is None else step.before.unknown_starts
@@ -216,9 +214,13 @@ class StepBuffers:
     def fill_new_blocks(self, growth: Growth) -> int:
         """Lists the block ids that the device's table does not have yet. Returns how many; the
         caller notes that they are published."""
-        if not growth.requests and not self._lists_blocks:
-            return 0
-        return self._list_blocks(growth)
+        if growth.requests:
+            return self._list_blocks(growth)
+        if self._lists_blocks:  # those of the step before
+            for name in ("new_block_at", "new_block_id"):
+                self.host[name].fill(-1)
+            self._lists_blocks = False
+        return 0
 
     def _list_blocks(self, growth: Growth) -> int:
         """Of each request the blocks after the published ones, and its new ones, and where they go
@@ -240,7 +242,6 @@ class StepBuffers:
             rows = self.host[name]
             rows.fill(-1)
             rows[: len(values)] = values
-        self._lists_blocks = bool(at)
         return len(ids)
 
     def send(self, block_table: Tensor, new_blocks: int = 0) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv4.cache.batch import Batch, Written
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.requests import Request, RequestTable, require_context
+from dsv4.cache.requests import Request, RequestTable, require_fit
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.shape import I64, Before, StepShape, StepTokens
 from dsv4.errors import PlanError, RequestError, is_whole
@@ -157,7 +157,7 @@ class StepReader:
         if pairs is None:
             pairs = _check_each(steps, self._table)
         requests, counts = pairs
-        require_context(self._schema, max(counts, default=0))  # before numbers become int64
+        require_fit(self._schema, max(counts, default=0))  # before numbers become int64
         shape = StepShape.build([r.slot for r in requests], counts, requests)
         self._keep(shape, counts)
         return shape
@@ -261,7 +261,7 @@ def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
     for batch in plan.batches:
         if batch.written.unfinished:
             _refuse_unfinished(min(batch.written.unfinished))
-    if plan.is_stored:
+    if all(batch.written.is_complete for batch in plan.batches):
         return True
     if not partial and kept.any():
         _refuse_lacking(plan)

@@ -169,12 +169,14 @@ class Fetches:
         """Takes blocks in flight for what tiers have, up to the first gap, as many as there are."""
         found = list(takewhile(lambda item: item.sources, items))
         count = min(len(found), self._table.allocator.free + self._prefix.blocks.evictable())
-        room = self._table.supply.room(fetch.trail.root)
-        count = count if room is None else min(count, room)
+        supply, root = self._table.supply, fetch.trail.root
+        if supply.limits:
+            room = supply.room(root)
+            count = count if room is None else min(count, room)
         if count:
-            reserved = self._table.supply.reserve(count, [Asker(fetch.trail, count)])
+            reserved = supply.reserve(count, [Asker(fetch.trail, count)])
             fetch.block_ids = reserved.block_ids
-            fetch.block_ids = self._table.supply.settle_in_flight(reserved)
+            fetch.block_ids = supply.settle_in_flight(reserved)
         for item, block_id in zip(found, fetch.block_ids, strict=False):
             item.landing = self._blocks.landing(block_id)
             item.target = self._blocks.target(block_id)

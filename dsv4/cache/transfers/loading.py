@@ -187,18 +187,22 @@ class Loading:
                 continue
             if outcome is DONE:
                 self._note_checked(item)
-                continue
-            assert item.row is not None
-            load.rows.append(item.row)
-            item.row = None
-            if outcome.state is State.REFUSED:
-                self._route.note_refusal(item.label.key, load.tier.name)
-                item.sources = []
-            item.stage = Stage.WAITING if item.sources else Stage.LOST
+            else:
+                self._note_missing(load, item, is_refused=outcome.state is State.REFUSED)
         if progress.finished and progress.settled:
             self._loads.remove(load)
             for row in load.rows:
                 self._host.release(row)
+
+    def _note_missing(self, load: _Load, item: Incoming, *, is_refused: bool) -> None:
+        """A record that the tier does not have, or whose bytes are wrong."""
+        assert item.row is not None
+        load.rows.append(item.row)
+        item.row = None
+        if is_refused:
+            self._route.note_refusal(item.label.key, load.tier.name)
+            item.sources = []
+        item.stage = Stage.WAITING if item.sources else Stage.LOST
 
     def _give_up(self, load: _Load) -> None:
         """Gives up a load of a tier that broke its contract. Rows stay held: it may have them."""
@@ -247,10 +251,7 @@ class Loading:
         try:
             mark = self._route.copies.up(rows)
         except RuntimeError as error:
-            LOGGER.warning("%d records stay where they are: %s", len(items), error)
-            self._route.copies.finish()  # some may be running
-            for item in items:
-                self._lose(item)
+            self._lose_uncopied(items, error)
             return
         for item in items:
             item.stage = Stage.COPYING
@@ -258,6 +259,12 @@ class Loading:
             self._route.bytes += 0 if item.row is None else item.row.own_bytes
         self._copies.append((mark, items))
         self._end_copy(mark, items)
+
+    def _lose_uncopied(self, items: Sequence[Incoming], error: RuntimeError) -> None:
+        LOGGER.warning("%d records stay where they are: %s", len(items), error)
+        self._route.copies.finish()  # some may be running
+        for item in items:
+            self._lose(item)
 
     @staticmethod
     def _landed(item: Incoming) -> Rows | None:

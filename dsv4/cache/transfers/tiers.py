@@ -229,7 +229,8 @@ class Tiers:
         if not isinstance(prompt, Prompt):
             prompt, salt = manager.prefix.prompt(prompt, salt), None
         seconds = require_timeout(timeout_s)
-        self._parts.admission.require_within(prompt, salt)
+        if self._parts.table.supply.limits:
+            self._parts.admission.require_within(prompt, salt)
         fetch = self._fetch_with_state(prompt, salt, last)
         try:
             self._wait_for(fetch, seconds)
@@ -251,8 +252,10 @@ class Tiers:
         """A request with the state that was fetched; None if it or a block before it did not
         arrive."""
         row = self.fetches.take_state(fetch)
-        if row is None:
-            return None
+        return None if row is None else self._admit_row(prompt, fetch, row)
+
+    def _admit_row(self, prompt: Prompt, fetch: Fetch, row: HostRow) -> Request | None:
+        """With the state in a row of host memory, which is released."""
         try:
             tokens = row.label.tokens
             blocks = tokens // self.labels.block_tokens

@@ -91,7 +91,8 @@ def accelerate(
 
     With `host_memory`, in bytes or as "256GB", most entries of long prompts lie in host memory
     and are fetched when they are selected, bit for bit (docs/residency.md); `hot_rows` is how many
-    of a layer each row keeps on the device. All rows at `max_context` must fit into it.
+    of a layer each row keeps on the device. All rows at `max_context` must fit into it. Several
+    devices share it by the bytes of their layers' entries.
 
     `backend` computes the cache's part: "triton" (default on a GPU) or "reference" (default
     elsewhere), which runs on GPUs without kernels and is never captured.
@@ -106,8 +107,8 @@ def accelerate(
     ranks = read_ranks(model)
     require_names(model)
     found = places(model)
-    if len(found) > 1 and (tiers or ranks is not None or host_memory is not None):
-        what = "tiers" if tiers else "several processes" if ranks is not None else "host_memory"
+    if len(found) > 1 and (tiers or ranks is not None):
+        what = "tiers" if tiers else "several processes"
         raise InvalidInput(
             f"the layers of the model are on {len(found)} devices, which does not go together with "
             f"{what} yet: put them on one device"
@@ -128,6 +129,8 @@ def accelerate(
             "max_step_tokens": max_step_tokens,
             "prefix": _default_prefix(schema) if prefix is PREFIX else prefix,
             "backend": backend,
+            "host_memory": host_memory,
+            "hot_rows": hot_rows,
         }
         manager: Manager
         if len(found) > 1:
@@ -137,8 +140,6 @@ def accelerate(
                 schema,
                 device=found[0][0],
                 tiers=tiers,
-                host_memory=host_memory,
-                hot_rows=hot_rows,
                 **sizes,
             )
             if tiers:

@@ -25,11 +25,12 @@ from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.stats import MemoryBytes, Stats
+from dsv4.cache.stats import MemoryBytes, ResidencyStats, Stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.errors import InvalidInput, PlanError, RecoveryNeeded
 from dsv4.ops.backend import BackendName
 from dsv4.ops.device import on_device
+from dsv4.units import parse_bytes
 
 Place = tuple[torch.device, list[int]]  # a device, and the layers that are there
 Of = Callable[[Request], Request]  # a request's counterpart in one of the managers
@@ -202,9 +203,12 @@ class Lockstep:
         max_step_tokens: int,
         prefix: PrefixOptions | None,
         backend: BackendName | None = None,
+        host_memory: int | str | None = None,
+        hot_rows: int | None = None,
     ) -> None:
-        """`schema` is the whole model's. Raises InvalidInput for a place without compressed layers,
-        whose manager would have no blocks to share."""
+        """`schema` is the whole model's. Of `host_memory` each device has the share of its layers'
+        entries. Raises InvalidInput for a place without compressed layers, whose manager would have
+        no blocks to share, and as a manager does."""
         parts = [schema_part(schema, layers) for _, layers in places]
         for part, (device, layers) in zip(parts, places, strict=True):
             if not part.bytes.block:
@@ -222,6 +226,7 @@ class Lockstep:
                 prefix=prefix,
                 backend=backend,
                 device=device,
+                **_host_options(part, schema, host_memory, hot_rows),
             )
             for part, (device, _) in zip(parts, places, strict=True)
         )
@@ -354,8 +359,24 @@ class Lockstep:
         return self._first.requests
 
     def stats(self) -> Stats:
-        """Statistics of the first device; slots and blocks are the same on all."""
-        return self._first.stats()
+        """Statistics of the first device; slots and blocks are the same on all. Of entries in host
+        memory they are the sums over all devices."""
+        found = [manager.stats() for manager in self.managers]
+        return replace(found[0], residency=self._residency_of(found))
+
+    def _residency_of(self, found: Sequence[Stats]) -> ResidencyStats | None:
+        parts = [(nth, each.residency) for nth, each in enumerate(found) if each.residency]
+        if not parts:
+            return None
+        of_model = {place: layer for layer, place in self._places.items()}
+        layers = [
+            replace(each, layer=of_model[nth, each.layer])
+            for nth, part in parts
+            for each in part.layers
+        ]
+        names = [field.name for field in fields(ResidencyStats) if field.name != "layers"]
+        sums = {name: sum(getattr(part, name) for _, part in parts) for name in names}
+        return ResidencyStats(**sums, layers=tuple(sorted(layers, key=lambda each: each.layer)))
 
     def check_invariants(self) -> None:
         for nth, manager in enumerate(self.managers):
@@ -380,6 +401,10 @@ def schema_part(schema: CacheSchema, layers: Sequence[int]) -> CacheSchema:
     chosen = tuple(
         replace(model.layers[layer], layer=nth, owner=nth) for nth, layer in enumerate(layers)
     )
+    keeps_apart = any(
+        page is not None and page.apart
+        for page in (schema.layout.page("entries", layer) for layer in layers)
+    )
     return CacheSchema.build(
         replace(model, layers=chosen),
         block_tokens=schema.block_tokens,
@@ -388,7 +413,19 @@ def schema_part(schema: CacheSchema, layers: Sequence[int]) -> CacheSchema:
         entry_format=schema.entry_format,
         window_format=schema.window_format,
         index_format=schema.index_format,
+        entries_apart=keeps_apart,
     )
+
+
+def _host_options(
+    part: CacheSchema, schema: CacheSchema, host_memory: int | str | None, hot_rows: int | None
+) -> dict[str, Any]:
+    """A device without entries that may be in host memory has none of it."""
+    if schema.bytes.entries and host_memory is not None:
+        if not part.bytes.entries:
+            return {}
+        host_memory = parse_bytes(host_memory) * part.bytes.entries // schema.bytes.entries
+    return {"host_memory": host_memory, "hot_rows": hot_rows}
 
 
 def devices_of(layer: Any) -> set[torch.device]:
