@@ -331,6 +331,7 @@ class KVCacheManager(Uncopied):
         holds."""
         self._steps.require_unplanned(request)
         self._admission.reset(request)
+        self.table.supply.trim_for(request.trail)
 
     @changes
     def release_request(self, request: Request) -> None:
@@ -391,6 +392,7 @@ class KVCacheManager(Uncopied):
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Lets a pinned prefix be evicted again."""
         self.prefix.required().pins.unpin(pinned)
+        self.table.supply.trim(pinned.nodes[0].root)
 
     @changes
     def evict(self, blocks: int | None = None) -> int:

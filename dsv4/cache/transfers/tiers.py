@@ -78,10 +78,12 @@ class Tiers:
             notices=prefix.notices,
         )
         residency = manager._residency
-        blocks = blocks_of(manager.block_arena.bytes, residency)
+        blocks = blocks_of(manager.block_arena.bytes, residency, manager.table.allocator)
         for memory in blocks.share(self.host):
             for tier in below:
                 tier.register(Region(name="entries", memory=memory))
+        if blocks.shares:
+            manager.table.supply.make_room = self.host.keep_limit
         self.offload = Offload(
             self.route,
             prefix=prefix,
@@ -220,7 +222,7 @@ class Tiers:
 
     @changes
     def _cancel_fetch(self, fetch: Fetch) -> None:
-        self.fetches.cancel(fetch)
+        self.fetches.cancel_now(fetch)
 
     def _admit(
         self, prompt: TokenIds | Prompt, salt: str | None, timeout_s: float, *, last: int
