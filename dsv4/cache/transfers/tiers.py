@@ -24,7 +24,7 @@ from dsv4.cache.transfers.fetch import Fetch, Fetches
 from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.offload import Offload, Route, Suspended
 from dsv4.cache.transfers.worker import Worker
-from dsv4.errors import InvalidInput, RecoveryNeeded, ThreadError, require_timeout
+from dsv4.errors import InvalidInput, RecoveryNeeded, RequestError, ThreadError, require_timeout
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Kind, Region
@@ -137,10 +137,15 @@ class Tiers:
         blocks are released at once; its whole blocks stay cached as usual.
 
         The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle of
-        a replay no state is kept; what is missing is computed again. Raises InvalidInput,
-        RequestError.
+        a replay no state is kept; what is missing is computed again. Raises InvalidInput;
+        RequestError, also after `close`, which nothing is stored after.
         """
         self._manager._steps.require_unplanned(request)
+        if not self.route.tiers:
+            raise RequestError(
+                f"manager.tiers is closed, so nothing would keep the state of request "
+                f"{request.serial}: suspend it before close, or release it"
+            )
         if request.condition is not Condition.INCOMPLETE:  # not all of whose ids are known
             request.require("suspend")
         known = 0 if request.trail is None else len(request.trail.ids)
