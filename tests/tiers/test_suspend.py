@@ -193,7 +193,7 @@ def test_after_the_tiers_of_a_manager_are_closed_a_request_stays_where_it_is():
     request = stack.manager.admit_request(text.ids[:300])
     run_to(stack, request, text, 300)
     stack.manager.tiers.close(TIMEOUT_S)
-    with pytest.raises(RequestError, match="closed.*suspend it before"):
+    with pytest.raises(RequestError, match=r"closed.*suspend it before"):
         stack.manager.tiers.suspend(request)
     run_to(stack, request, text, 350)
     assert_like_cold(stack, request, text)

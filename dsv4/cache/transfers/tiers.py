@@ -29,7 +29,7 @@ from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Kind, Region
 from dsv4.tiers.sizes import HEADER_BYTES, padded
-from dsv4.tiers.tier import Tier, TierStats
+from dsv4.tiers.tier import CLOSE_S, Tier, TierStats
 
 if TYPE_CHECKING:
     from dsv4.cache.manager import KVCacheManager
@@ -173,7 +173,7 @@ class Tiers:
         return self._drain(require_timeout(timeout_s))
 
     @changes
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Cancels fetches, drains for at most `timeout_s`, and ends the thread. From now on
         nothing is stored and nothing is loaded; the manager can still be used. Closes no tier: they
         belong to the caller. A manager that is dropped does the same, without waiting, when it is
