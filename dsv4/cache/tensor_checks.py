@@ -81,7 +81,8 @@ class TensorChecks:
             )
         if tensor.dtype != getattr(torch, dtype):
             raise InvalidInput(
-                f"{name} is {tensor.dtype}, must be torch.{dtype}: convert it with .to(torch.{dtype}); what records hold follows from the schema"
+                f"{name} is {tensor.dtype}, must be torch.{dtype}: convert it, .to(torch.{dtype}); "
+                f"the schema's formats say what is taken"
             )
         raise InvalidInput(f"{name} is on {tensor.device}, the cache is on {self._device}")
 
@@ -145,7 +146,8 @@ def _refuse_projections(
     if c is None or layout.gated:
         lacking = f"{name}c" if c is None else f"{name}z"
         raise InvalidInput(
-            f"layer {layer} compresses, but {lacking} is missing: append takes c and z, and index_c and index_z of a layer whose indexer compresses"
+            f"layer {layer} compresses, but {lacking} is missing: append takes c and z, "
+            f"and index_c and index_z of a layer whose indexer compresses"
         )
     raise InvalidInput(
         f"layer {layer} makes an entry of every token, without a gate: leave {name}z out"
