@@ -171,7 +171,7 @@ class ContextOverflow(Dsv4Error):
         *,
         asked_tokens: int,
         max_context_tokens: int,
-        note: str = "rebuild the schema with a larger max_context",
+        note: str = "give Cache or the schema a larger max_context, or a shorter prompt",
     ) -> None:
         self.asked_tokens, self.max_context_tokens = asked_tokens, max_context_tokens
         self._note = note

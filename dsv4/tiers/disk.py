@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-from dsv4.errors import InvalidInput, require_count, require_flag
+from dsv4.errors import InvalidInput, require_flag
 from dsv4.tiers.health import Health
 from dsv4.tiers.index import Books, Index
 from dsv4.tiers.record import Key, Kind, Label, Reason, Record, Refusal
@@ -36,7 +36,7 @@ from dsv4.tiers.tier import (
     foreign,
     wrong_size,
 )
-from dsv4.units import format_bytes
+from dsv4.units import format_bytes, require_bytes
 
 log = logging.getLogger("dsv4.tiers")
 Sync = Literal["off", "each"]
@@ -62,7 +62,7 @@ _RECENT, _BROKEN = 32, 8  # if this many different records of the last ones fail
 
 class DiskTier(QueuedTier):
     """Records as files in a directory of its own, `root`, with a limit on their total bytes,
-    `capacity_bytes`.
+    `capacity_bytes` (a number, or "1TB").
 
     A file appears whole or not at all. `sync="off"`: after a power loss a record may be gone or
     damaged, and a damaged one is refused. `sync="each"`: what was reported as stored is there after
@@ -79,7 +79,7 @@ class DiskTier(QueuedTier):
     def __init__(
         self,
         root: str | Path,
-        capacity_bytes: int,
+        capacity_bytes: int | str,
         *,
         sync: Sync = "off",
         direct: bool | None = None,
@@ -94,7 +94,7 @@ class DiskTier(QueuedTier):
         if not isinstance(root, str | os.PathLike) or not os.fspath(root):
             raise InvalidInput(f"root={root!r}: give the path of a directory of its own")
         super().__init__(name, Limits(threads=4) if limits is None else limits)
-        self._capacity_bytes = require_count("capacity_bytes", capacity_bytes)
+        self._capacity_bytes = capacity_bytes = require_bytes("capacity_bytes", capacity_bytes)
         self._where = f"{root}, {format_bytes(capacity_bytes)}"
         self._durable, self._direct = sync == "each", direct
         self._shelves = Shelves(Path(root), durable=self._durable, calls=calls)

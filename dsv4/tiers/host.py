@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsv4.errors import InvalidInput, require_count
+from dsv4.errors import InvalidInput
 from dsv4.tiers.extents import Extent, Extents
 from dsv4.tiers.leaves import Leaves
 from dsv4.tiers.loan import Lender, Loan
 from dsv4.tiers.record import Key, Kind, Label, Parts, Record, Refusal, Region
 from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
-from dsv4.units import format_bytes
+from dsv4.units import format_bytes, require_bytes
 
 MOST_LOST = 65_536  # keys remembered because the tier had no room for them
 PASSING = 8  # the part of the memory that may be cleared for records on their way elsewhere
@@ -57,9 +57,9 @@ class HostRow:
 
 
 class HostTier(QueuedTier):
-    """Records in one piece of host memory of `capacity_bytes`; `name` is the tier's in statistics,
-    `limits` what may wait. Records that others lean on stay until
-    those have gone; of the rest the longest unused one makes room. Of a prompt that is longer than
+    """Records in one piece of host memory of `capacity_bytes` (a number, or "64GiB"); `name` is the
+    tier's in statistics, `limits` what may wait. Records that others lean on stay until those have
+    gone; of the rest the longest unused one makes room. Of a prompt that is longer than
     the memory the beginning is kept: everything that is held can be reached.
 
     In addition to the calls of every tier there are rows: `take` one, fill it, `publish` it; `hold`
@@ -71,9 +71,10 @@ class HostTier(QueuedTier):
     encrypts = False
 
     def __init__(
-        self, capacity_bytes: int, *, name: str = "host", limits: Limits | None = None
+        self, capacity_bytes: int | str, *, name: str = "host", limits: Limits | None = None
     ) -> None:
-        units = require_count("capacity_bytes", capacity_bytes) // UNIT_BYTES
+        capacity_bytes = require_bytes("capacity_bytes", capacity_bytes)
+        units = capacity_bytes // UNIT_BYTES
         if units < 1:
             raise InvalidInput(
                 f"capacity_bytes={capacity_bytes}: a host tier needs at least {UNIT_BYTES}"

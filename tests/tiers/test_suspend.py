@@ -186,6 +186,23 @@ def test_a_tier_that_is_closed_keeps_nothing_and_says_so():
     assert_like_cold(stack, again, text)
 
 
+def test_after_the_tiers_of_a_manager_are_closed_a_request_stays_where_it_is():
+    tier = HostTier(8 << 20)
+    stack = stack_with([tier])
+    text = Text.random(stack, 9, 600)
+    request = stack.manager.admit_request(text.ids[:300])
+    run_to(stack, request, text, 300)
+    stack.manager.tiers.close(TIMEOUT_S)
+    with pytest.raises(RequestError, match=r"closed.*suspend it before"):
+        stack.manager.tiers.suspend(request)
+    run_to(stack, request, text, 350)
+    assert_like_cold(stack, request, text)
+    stack.manager.release_later(request, suspend=True)  # only released then
+    assert stack.manager.requests == ()
+    stack.manager.check_invariants()
+    tier.close(TIMEOUT_S)
+
+
 def test_what_can_not_be_suspended_says_why():
     stack = stack_with([HostTier(8 << 20)])
     text = Text.random(stack, 1, 600)
