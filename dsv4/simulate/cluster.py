@@ -302,11 +302,12 @@ class Simulation:
         setup, feed = self.setup, Feed(self._router, which)
         device = Device(
             setup.schema,
-            POLICIES[setup.policy](lambda: self.now_s),
+            POLICIES[setup.policy](self._now),
             num_blocks=self.sizes.blocks,
             snapshots=setup.snapshot_policy,
             snapshot_rows=self.sizes.snapshots,
             has_state_bytes=self._has_state_bytes,
+            now=self._now,
         )
         tiers = None
         if not setup.residency and (setup.host_bytes or setup.disk_bytes):
@@ -334,6 +335,9 @@ class Simulation:
             on_end=self._ended,
         )
         return replica
+
+    def _now(self) -> float:
+        return self.now_s
 
     @cached_property
     def _has_state_bytes(self) -> bool:
