@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from msgspec.msgpack import encode as msgpack
@@ -186,4 +187,40 @@ def test_a_number_that_lies_does_not_make_a_follower_deaf():
         task.cancel()
 
     with published(lives.manager) as publisher:
+        asyncio.run(run(publisher))
+
+
+@pytest.mark.parametrize("kept", [10_000, 2], ids=["all is kept", "little is kept"])
+def test_messages_that_are_lost_on_the_way_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+):
+    """All that are published while nobody listens."""
+    lives, known, hear = Lives(make(), 13), Known(), Follower._note
+    deaf, lost = False, 0
+
+    async def note(one: Follower, *message: Any) -> None:
+        nonlocal lost
+        lost += deaf
+        if not deaf:
+            await hear(one, *message)
+
+    monkeypatch.setattr(Follower, "_note", note)
+
+    async def run(publisher: EventPublisher) -> None:
+        nonlocal deaf
+        one = follower(publisher, known)
+        task = asyncio.create_task(one.run())
+        for _ in range(4):
+            deaf, before = True, lost
+            while lost < before + 2:
+                lives.some(2)
+                await asyncio.sleep(0.02)
+            deaf, replays = False, one.replays
+            while one.replays == replays:  # the next one shows the gap
+                lives.some(1)
+                await asyncio.sleep(0.02)
+            await until(lambda: agrees(known, lives))
+        task.cancel()
+
+    with published(lives.manager, buffer_batches=kept) as publisher:
         asyncio.run(run(publisher))

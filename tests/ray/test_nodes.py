@@ -15,12 +15,12 @@ import torch
 
 from dsv4.serve.demo import ServedDemo
 from dsv4.serve.options import ServerOptions
-from tests.ray.application import LOCAL, Answer, Application, Streams, stream
+from tests.ray.application import LOCAL, Answer, Application, Streams, patient_ray, stream
 from tests.ray.loads import long_answers
 from tests.serve.serving import running
 
 pytest.importorskip("ray", reason="replicas on Ray need the extra ray: pip install 'dsv4[ray]'")
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 TOKENS = 200
 
@@ -45,9 +45,10 @@ def test_streams_outlive_a_node():
         port = listener.getsockname()[1]
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
     head = {"num_cpus": 0, "object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
+    with patient_ray():
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         nodes = [cluster.add_node(**node) for _ in range(2)]
+    try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         server = ServerOptions(max_context=1024)
@@ -63,7 +64,8 @@ def test_streams_outlive_a_node():
             assert (answer.text, answer.finish) == (wanted.text, wanted.finish)
         still = max(answer.longest_gap_s for answer in streams.answers)
         print(f"\na node is lost: streams stood still for up to {still:.2f} s")
-        cluster.add_node(**node)
+        with patient_ray():
+            cluster.add_node(**node)
         found.wait_for(decode=2)
     finally:
         serve.shutdown()
