@@ -64,7 +64,7 @@ class Follower:
 
     async def _note(self, context: zmq.asyncio.Context, number: int, payload: bytes) -> None:
         heard, self._heard = self._heard, number
-        if heard is not None and number <= heard:  # another process, its clock behind
+        if heard is not None and number <= heard:  # another process, its clock set back
             self._last = None
             self._index.cleared()
         last = self._last
