@@ -50,6 +50,7 @@ class Sizing:
     max_draft_tokens: int
     steps_ahead: int
     hca_state: str
+    page_form: str
     block_tokens: int
     bytes_per_token: float
     bytes_per_request: int
@@ -394,6 +395,7 @@ def _sizing(
         max_draft_tokens=schema.max_draft_tokens,
         steps_ahead=schema.steps_ahead,
         hca_state=schema.hca_state,
+        page_form=schema.page_form,
         block_tokens=schema.block_tokens,
         bytes_per_token=schema.bytes_per_token,
         bytes_per_request=schema.bytes_per_request,
