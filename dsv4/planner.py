@@ -50,7 +50,6 @@ class Sizing:
     max_draft_tokens: int
     steps_ahead: int
     hca_state: str
-    page_form: str
     block_tokens: int
     bytes_per_token: float
     bytes_per_request: int
@@ -390,12 +389,12 @@ def _sizing(
             "entries": schema.entry_format.name,
             "window": schema.window_format.name,
             "index_keys": schema.index_format.name,
+            "pages": schema.page_form,
         },
         max_context_tokens=schema.max_context,
         max_draft_tokens=schema.max_draft_tokens,
         steps_ahead=schema.steps_ahead,
         hca_state=schema.hca_state,
-        page_form=schema.page_form,
         block_tokens=schema.block_tokens,
         bytes_per_token=schema.bytes_per_token,
         bytes_per_request=schema.bytes_per_request,
