@@ -391,6 +391,7 @@ def _sizing(
             "entries": schema.entry_format.name,
             "window": schema.window_format.name,
             "index_keys": schema.index_format.name,
+            "pages": schema.page_form,
         },
         max_context_tokens=schema.max_context,
         max_draft_tokens=schema.max_draft_tokens,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.options import zero
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.cache.state import StateLayout
@@ -17,7 +18,7 @@ from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.record import Kind
 from tests.support.lives import TINY, Text, drafted, run_to
-from tests.support.stack import HCA_STATES, readable_bytes
+from tests.support.stack import HCA_STATES, PAGE_FORMS, readable_bytes
 from tests.support.tiered import (
     BLOCK,
     SCHEMA,
@@ -87,12 +88,13 @@ def test_it_comes_back_in_another_manager_with_other_drafts(
     second.close(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0), (3, 2)])
-def test_a_request_of_v41_comes_back_with_other_drafts(before: int, after: int):
+def test_a_request_of_v41_comes_back_with_other_drafts(before: int, after: int, form: PageForm):
     """Its tails leave out the last token of each group."""
     model, tier = ModelSpec.preset("v41-tiny"), HostTier(8 << 20)
-    stack = stack_with([tier], drafts=before, model=model)
-    other = stack_with([tier], drafts=after, model=model)
+    stack = stack_with([tier], drafts=before, model=model, form=form)
+    other = stack_with([tier], drafts=after, model=model, form=form)
     for length in (129, 130):
         text = Text.random(stack, length, 200)
         request = stack.manager.admit_request(text.ids[:100])
