@@ -38,7 +38,7 @@ from typing import Any
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 from dsv4.plots.simulate import plot_simulated
-from dsv4.simulate.cluster import Setup, simulate
+from dsv4.simulate.cluster import Setup, Simulation, simulate
 from dsv4.simulate.results import Percentiles, Simulated
 from dsv4.simulate.speeds import Speeds
 from dsv4.simulate.trace import TraceRequest, load_trace, repeated
@@ -55,11 +55,15 @@ TABLE = {
     "conversation": (5.3, 13.6, 28.5, 35.9, 36.6),
     "synthetic": (14.0, 30.9, 56.7, 64.0, 64.0),
 }
-HOST_GB = (0, 10, 40)
+HOST_GB = (0, 5, 20, 80)
 DEVICE_GB = (5, 10, 20)
 REPLICAS = (2, 4, 8, 16, 32, 64)
-HOT_SHARES = (0.0, 1.0)
-RESIDENCY_GB = (10, 40)
+HOT_SHARES = (0.0, 0.9)
+RESIDENCY_GB = (5, 10, 20)
+RESIDENCY_HOST_GB = 200
+# times as long as recorded: prompts, answers, the time between two requests
+LOADS = {"as recorded": (1, 1, 1), "long": (8, 32, 32)}
+LONG_S = 150.0  # of the record, which the long load makes 4,800 of
 QUARTER_S = 900.0
 HOURS = (1, 6, 24)
 Part = Callable[[Path], Iterator[dict[str, Any]]]
@@ -96,6 +100,23 @@ def setup(*, block_tokens: int = 128, apart: bool = False, **options: Any) -> Se
 def quarter_of(folder: Path, name: str) -> list[TraceRequest]:
     """The first quarter of an hour, for the questions."""
     return [each for each in trace_of(folder, name) if each.at_s < QUARTER_S]
+
+
+def longer(
+    trace: Sequence[TraceRequest], *, prompts: int, answers: int, apart: int
+) -> list[TraceRequest]:
+    """The same requests with longer prompts, which begin alike as far as they did in proportion,
+    and longer answers, and more time between them."""
+    return [
+        replace(
+            each,
+            at_s=each.at_s * apart,
+            input_tokens=each.input_tokens * prompts,
+            name_tokens=each.name_tokens * prompts,
+            output_tokens=each.output_tokens * answers,
+        )
+        for each in trace
+    ]
 
 
 @cache
@@ -142,15 +163,28 @@ def host(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def residency(folder: Path) -> Iterator[dict[str, Any]]:
-    for name, memory in product(TRACES, RESIDENCY_GB):
-        trace = quarter_of(folder, name)
-        common: dict[str, Any] = {"replicas": 4, "memory_bytes": memory * GB}
-        for gb in (0, 200):
-            found = simulate(trace, setup(host_bytes=gb * GB, **common))
-            yield {"trace": name, "hot_share": None, **found.to_dict()}
-        for share in HOT_SHARES:
-            asked = setup(apart=True, host_bytes=200 * GB, hot_share=share, **common)
-            yield {"trace": name, "hot_share": share, **simulate(trace, asked).to_dict()}
+    for name in LOADS:
+        trace, replicas = load_of(folder, name)
+        for memory in RESIDENCY_GB:
+            common: dict[str, Any] = {"replicas": replicas, "memory_bytes": memory * GB}
+            host_bytes = RESIDENCY_HOST_GB * GB
+            asked = [(None, setup(host_bytes=size, **common)) for size in (0, host_bytes)]
+            asked += [
+                (share, setup(apart=True, host_bytes=host_bytes, hot_share=share, **common))
+                for share in HOT_SHARES
+            ]
+            for share, each in asked:
+                found = simulate(trace, each)
+                yield {"trace": name, "hot_share": share, **found.to_dict()}
+
+
+def load_of(folder: Path, name: str) -> tuple[list[TraceRequest], int]:
+    """A load of the residency question, and on how many replicas."""
+    prompts, answers, apart = LOADS[name]
+    if apart == 1:
+        return quarter_of(folder, "conversation"), 4
+    trace = [each for each in trace_of(folder, "conversation") if each.at_s < LONG_S]
+    return longer(trace, prompts=prompts, answers=answers, apart=apart), 2
 
 
 def routing(folder: Path) -> Iterator[dict[str, Any]]:
@@ -186,9 +220,16 @@ def hours_of(folder: Path, hours: int) -> dict[str, Any]:
     trace = repeated(trace_of(folder, "conversation"), hours, period_s=3600.0)
     asked = setup(memory_bytes=80 * GB, replicas=1000)
     began = time.process_time()
-    found = simulate(trace, asked)
+    simulation = Simulation(asked)
+    found = simulation.run(trace)
     cpu_s = time.process_time() - began
-    return {"trace": "conversation", "hours": hours, **cost(found, cpu_s)}
+    return {
+        "trace": "conversation",
+        "hours": hours,
+        **cost(found, cpu_s),
+        "replicas_used": len(simulation.replicas),
+        "evictions": found.evictions,
+    }
 
 
 def peak_bytes() -> int:
@@ -299,7 +340,7 @@ def host_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def residency_table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ("trace", "device", "host memory for", "hits", "TTFT p50", "p99", "step p99", "up")
+    head = ("load", "device", "host memory for", "hits", "TTFT p50", "p99", "step p99", "up")
 
     def lines() -> Iterator[Sequence[object]]:
         for row in results_of(rows, "residency"):
@@ -336,7 +377,16 @@ def routing_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cost_table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ("load", "replicas", "requests", "tokens", "CPU seconds", "seconds", "most memory")
+    head = (
+        "load",
+        "replicas",
+        "that got requests",
+        "requests",
+        "tokens",
+        "CPU seconds",
+        "seconds",
+        "most memory",
+    )
 
     def lines() -> Iterator[Sequence[object]]:
         for row in (*results_of(rows, "hour"), *results_of(rows, "day")):
@@ -344,6 +394,7 @@ def cost_table(rows: Sequence[dict[str, Any]]) -> str:
             yield (
                 what,
                 f"{row['replicas']:,}",
+                f"{row.get('replicas_used', row['replicas']):,}",
                 f"{row['requests']:,}",
                 f"{row['tokens_asked'] / 1e6:,.0f}M",
                 f"{row['cpu_s']:.0f}",
@@ -372,15 +423,16 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def plots(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     made = []
-    for part, name in product(("host", "residency", "routing"), TRACES):
-        own = [row for row in results_of(rows, part) if row["trace"] == name]
-        # of residency the two ends: nothing of a selection is hot, and all
-        own = [row for row in own if row.get("hot_share") in (None, 0.0)]
-        if not own:
-            continue
-        made.append(folder / f"simulate_{part}_{name}.png")
-        title = {"host": "host memory", "residency": "residency", "routing": "routing"}[part]
-        plot_simulated([simulated_of(row) for row in own], made[-1], title=f"{title}: {name}")
+    titles = {"host": "host memory", "residency": "residency, nothing hot", "routing": "routing"}
+    for part, title in titles.items():
+        found = results_of(rows, part)
+        for name in dict.fromkeys(row["trace"] for row in found):
+            # of residency the worst case: nothing of a selection is hot
+            own = [row for row in found if row["trace"] == name]
+            own = [row for row in own if row.get("hot_share") in (None, 0.0)]
+            made.append(folder / f"simulate_{part}_{name.replace(' ', '_')}.png")
+            drawn = [simulated_of(row) for row in own]
+            plot_simulated(drawn, made[-1], title=f"{title}: {name}", waits=part != "routing")
     return made
 
 

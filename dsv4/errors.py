@@ -6,6 +6,8 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import Any, Literal, TypeGuard
 
+MOST_COUNTED = 10**40  # of bytes, tokens or anything else: far above all that there is
+
 
 class Dsv4Error(Exception):
     """Base of all errors of this library."""
@@ -88,10 +90,11 @@ class OutOfBlocks(Dsv4Error):
 
 
 class OverQuota(OutOfBlocks):
-    """A prompt's salt has a quota of device memory, and this would exceed it, though everything
-    that is only cached for it were evicted. Counts are of the salt's blocks, bytes of all these.
-    `never`: waiting for its other requests cannot help. Nothing of other salts is evicted for
-    it."""
+    """A prompt's salt has a quota of memory in a `place`, "device" or "host", and this would exceed
+    it, though everything that is only cached for it were evicted. Counts are of the salt's blocks,
+    bytes of what all these have in that place; what a host tier keeps for it gives way to blocks,
+    and is not among them. `never`: waiting for its other requests cannot help. Nothing of other
+    salts is evicted for it."""
 
     def __init__(
         self,
@@ -106,12 +109,13 @@ class OverQuota(OutOfBlocks):
         asker_blocks: int,
         cached: int = 0,
         pinned: int = 0,
+        place: Literal["device", "host"] = "device",
     ) -> None:
         """`root` is where the digests of the salt's prompts begin, `total` how many blocks the
         quota has room for, `used` how many of them are not free, `cached` how many of these are in
         use by no request. The rest is as in `OutOfBlocks`."""
         self.salt, self.root = salt, root
-        self.quota_bytes, self.block_bytes = quota_bytes, block_bytes
+        self.quota_bytes, self.block_bytes, self.place = quota_bytes, block_bytes, place
         self.memory = "blocks"
         self.needed, self.free, self.total = needed, max(0, total - used), total
         self.used, self.asker_blocks, self.cached, self.pinned = used, asker_blocks, cached, pinned
@@ -125,17 +129,18 @@ class OverQuota(OutOfBlocks):
             advice = "wait for another request of this salt to end, or raise the quota"
         kept = f", {cached * block_bytes:,} of them cached and idle" if cached else ""
         kept += f", {pinned * block_bytes:,} pinned" if pinned else ""
+        where = "on the device" if place == "device" else "in host memory, for entries"
         whose = "prompts without a salt" if salt is None else f"salt {salt!r}"
         Dsv4Error.__init__(
             self,
-            f"{self.needed_bytes:,} more bytes needed on the device, for a request of "
+            f"{self.needed_bytes:,} more bytes needed {where}, for a request of "
             f"{asker_blocks * block_bytes:,}; {whose}: {self.used_bytes:,} of {quota_bytes:,} "
             f"bytes are used{kept}: {advice}",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         figures = ("block_bytes", "total", "used", "needed", "asker_blocks", "cached", "pinned")
-        names = ("salt", "root", "quota_bytes", *figures)
+        names = ("salt", "root", "quota_bytes", "place", *figures)
         return _revive, (type(self), (), {name: getattr(self, name) for name in names})
 
 
@@ -166,7 +171,7 @@ class ContextOverflow(Dsv4Error):
         *,
         asked_tokens: int,
         max_context_tokens: int,
-        note: str = "rebuild the schema with a larger max_context",
+        note: str = "give Cache or the schema a larger max_context, or a shorter prompt",
     ) -> None:
         self.asked_tokens, self.max_context_tokens = asked_tokens, max_context_tokens
         self._note = note
@@ -258,18 +263,29 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def shown(value: object) -> str:
+    """A value as Python writes it, cut where it is long. Python does not write ints of more than
+    4,300 digits."""
+    if is_whole(value) and abs(value) >= 10**40:
+        return f"a number of {int(value).bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
 def require_count(name: str, value: object, *, at_least: int = 1) -> int:
-    """Returns the value, which must be a whole number of at least `at_least`. Raises
-    InvalidInput."""
+    """Returns the value, which must be a whole number of at least `at_least` that a computer can
+    count. Raises InvalidInput."""
     if not is_whole(value) or value < at_least:
-        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {at_least}")
+        raise InvalidInput(f"{name}={shown(value)}: must be a whole number of at least {at_least}")
+    if value > MOST_COUNTED:
+        raise InvalidInput(f"{name}={shown(value)}: must be a whole number, at most 10^40")
     return int(value)
 
 
 def require_flag(name: str, value: object) -> None:
     """Raises InvalidInput for a value that is neither True nor False."""
     if value is not True and value is not False:
-        raise InvalidInput(f"{name}={value!r}: give True or False")
+        raise InvalidInput(f"{name}={shown(value)}: give True or False")
 
 
 def require_timeout(timeout_s: object) -> float:
@@ -282,4 +298,5 @@ def require_timeout(timeout_s: object) -> float:
 def require_type(name: str, value: object, kind: type) -> None:
     """Raises InvalidInput unless the value is an instance of `kind`."""
     if not isinstance(value, kind):
-        raise InvalidInput(f"{name} is {type(value).__name__} {value!r}: must be a {kind.__name__}")
+        found = f"{type(value).__name__} {shown(value)}"
+        raise InvalidInput(f"{name} is {found}: must be a {kind.__name__}")

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4.errors import ConfigError, is_number, is_whole
+from dsv4.errors import ConfigError, is_number, is_whole, shown
 
 IndexKeySource = Literal["none", "compressor", "latent"]
 
@@ -136,17 +136,28 @@ class ModelSpec:
             value = getattr(self, field)
             if not is_whole(value) or not 1 <= value <= _MOST:
                 raise ConfigError(
-                    f"{self.name}: {field}={value!r}, must be a positive integer of at most {_MOST}"
+                    f"{self.name}: {field}={shown(value)}, must be a positive integer of at most "
+                    f"{_MOST}"
                 )
             # a numpy integer would spread to every offset
             object.__setattr__(self, field, int(value))
         if not is_number(self.rms_eps) or not 0 <= self.rms_eps < math.inf:
             raise ConfigError(f"{self.name}: rms_eps={self.rms_eps!r}, must be 0 or a number above")
-        if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
+        even = is_whole(self.rope_dim) and not self.rope_dim % 2
+        if not even or not 0 < self.rope_dim < self.head_dim:
             raise ConfigError(
-                f"{self.name}: rope_dim={self.rope_dim} must be even and below "
+                f"{self.name}: rope_dim={shown(self.rope_dim)} must be even and below "
                 f"head_dim={self.head_dim}"
             )
+        object.__setattr__(self, "rope_dim", int(self.rope_dim))
+        self._check_layers()
+        self._check_candidates()
+
+    def _check_layers(self) -> None:
+        if not isinstance(self.layers, tuple | list) or not all(
+            isinstance(each, LayerSpec) for each in self.layers
+        ):
+            raise ConfigError(f"{self.name}: layers={shown(self.layers)}, must be LayerSpecs")
         if not self.layers:
             raise ConfigError(f"{self.name}: a model without layers keeps nothing")
         if len(self.layers) > _MOST_LAYERS:
@@ -155,7 +166,14 @@ class ModelSpec:
             raise ConfigError(f"{self.name}: layers must be numbered 0..{len(self.layers) - 1}")
         for spec in self.layers:
             if not is_whole(spec.ratio) or not 0 <= spec.ratio <= _MOST:
-                raise ConfigError(f"{self.name}: layer {spec.layer} has ratio {spec.ratio!r}")
+                raise ConfigError(f"{self.name}: layer {spec.layer} has ratio {shown(spec.ratio)}")
+            for role in ("owner", "selector", "candidates_of"):
+                other = getattr(spec, role)
+                if not is_whole(other) and (other is not None or role == "owner"):
+                    raise ConfigError(
+                        f"{self.name}: layer {spec.layer} has {role}={shown(other)}, must be the "
+                        f"number of a layer"
+                    )
             if spec.ratio > 1 and not spec.gated:
                 raise ConfigError(
                     f"{self.name}: layer {spec.layer} pools {spec.ratio} tokens without gates, "
@@ -170,11 +188,10 @@ class ModelSpec:
             if owner is None or owner.owner != spec.owner or owner.ratio != spec.ratio:
                 raise ConfigError(
                     f"{self.name}: layer {spec.layer} (ratio {spec.ratio}) reads the entries of "
-                    f"layer {spec.owner}, which is not an earlier layer of the same ratio that "
-                    f"keeps its own"
+                    f"layer {shown(spec.owner)}, which is not an earlier layer of the same ratio "
+                    f"that keeps its own"
                 )
             self._check_selection(spec)
-        self._check_candidates()
 
     def _check_selection(self, spec: LayerSpec) -> None:
         """Checks that the entries a layer selects, or reads as selected, are those of its owner."""
@@ -185,8 +202,8 @@ class ModelSpec:
             if source is None or source.owner != spec.owner or not source.has_indexer:
                 raise ConfigError(
                     f"{self.name}: layer {spec.layer}, which reads the entries of layer "
-                    f"{spec.owner}, takes the {role} of layer {number}, which is not an earlier "
-                    f"layer with an indexer that reads the same entries"
+                    f"{spec.owner}, takes the {role} of layer {shown(number)}, which is not an "
+                    f"earlier layer with an indexer that reads the same entries"
                 )
         if spec.candidates_of is not None and not spec.has_indexer:
             raise ConfigError(
@@ -203,7 +220,8 @@ class ModelSpec:
             value = getattr(self, field)
             if not is_whole(value) or not least <= value <= _MOST:
                 raise ConfigError(
-                    f"{self.name}: {field}={value!r}, must be an integer from {least} to {_MOST}"
+                    f"{self.name}: {field}={shown(value)}, must be an integer from {least} to "
+                    f"{_MOST}"
                 )
             object.__setattr__(self, field, int(value))
         if not any(spec.candidates_of is not None for spec in self.layers):
@@ -385,8 +403,8 @@ def _last_source(layer: int, sources: Sequence[int], name: str) -> int:
 def _check_ratio(layer: int, ratio: object, draft: bool) -> None:
     if not is_whole(ratio) or not 0 <= ratio <= _MOST:
         raise ConfigError(
-            f"compress ratio of layer {layer} is {_shown(ratio)}, must be 0 or more, and at most "
-            f"{_MOST}"
+            f"compress ratio of layer {layer} is {_shown(ratio)} (compress_ratios[{layer}]), must "
+            f"be 0 or more, and at most {_MOST}"
         )
     if draft and ratio:
         raise ConfigError(
@@ -417,7 +435,8 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     if model_type not in (None, "deepseek_v4", *_V41_TYPES):
         raise ConfigError(
-            f"model_type is {model_type!r}, this library holds deepseek_v4 and deepseek_v41 models"
+            f"model_type is {shown(model_type)}, this library holds deepseek_v4 and deepseek_v41 "
+            f"models"
         )
     if isinstance(config.get("text_config"), Mapping):  # next to a vision part
         return _from_mapping(config["text_config"])
@@ -437,11 +456,11 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
     if config.get("compress_ratios") is not None:
         ratios = list(_list(config, "compress_ratios"))
         if sources is not None and len(ratios) == backbone:  # copies without the draft layers'
-            ratios += [0] * _draft_layers(config, "num_nextn_predict_layers")
+            ratios += [0] * _draft_layers(config, "num_nextn_predict_layers", backbone)
     elif config.get("layer_types") is not None:
         ratios = _checked_length(_ratios_of_layer_types(config), backbone)
         drafts = "n_mtp_layers" if "n_mtp_layers" in config else "num_nextn_predict_layers"
-        ratios += [0] * _draft_layers(config, drafts)
+        ratios += [0] * _draft_layers(config, drafts, backbone)
     else:
         raise ConfigError(
             "the config has neither compress_ratios nor layer_types: without them it is unknown "
@@ -450,15 +469,15 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
     kept_heads = config.get("num_key_value_heads", 1)
     if kept_heads != 1:
         raise ConfigError(
-            f"the config has num_key_value_heads={kept_heads!r}: a V4 model has one key for all "
-            f"heads, which is the value too"
+            f"the config has num_key_value_heads={shown(kept_heads)}: a V4 model has one key for "
+            f"all heads, which is the value too"
         )
     head_dim = _whole(config, "head_dim")
     if config.get("qk_rope_head_dim") is None:
         part = _number(config, "partial_rotary_factor", None) or 64 / 512
         rope_dim = round(head_dim * part)
     else:
-        rope_dim = _whole(config, "qk_rope_head_dim")
+        rope_dim = _rope_dim(config, "qk_rope_head_dim", None, head_dim)
     return ModelSpec(
         name=str(config.get("_name_or_path") or config.get("model_type") or "deepseek_v4"),
         hidden=_whole(config, "hidden_size"),
@@ -470,7 +489,7 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
         index_topk=_whole(config, "index_topk"),
         window=_whole(config, "sliding_window"),
         max_context=_whole(config, "max_position_embeddings"),
-        rms_eps=_number(config, "rms_norm_eps", _rms_eps(sources)),
+        rms_eps=_number(config, "rms_norm_eps", _rms_eps(sources), or_zero=True),
         rope=_rope_of_transformers(config),
         **_layers(
             config,
@@ -560,8 +579,18 @@ def _whole(
     return _as_whole(name, default if null and value is None else value, least=least, most=most)
 
 
-def _draft_layers(config: Mapping[str, Any], name: str) -> int:
-    return _whole(config, name, 0, least=0, most=_MOST_LAYERS)
+def _draft_layers(config: Mapping[str, Any], name: str, backbone: int) -> int:
+    return _whole(config, name, 0, least=0, most=_MOST_LAYERS - backbone)
+
+
+def _rope_dim(config: Mapping[str, Any], name: str, default: int | None, head_dim: int) -> int:
+    found = _whole(config, name, default)
+    if found % 2 or found >= head_dim:
+        raise ConfigError(
+            f"the config has {name}={found} where an even number below {head_dim}, the width of a "
+            f"head, is needed"
+        )
+    return found
 
 
 def _as_whole(name: str, value: object, *, least: int, most: int = _MOST) -> int:
@@ -574,14 +603,19 @@ def _as_whole(name: str, value: object, *, least: int, most: int = _MOST) -> int
     )
 
 
-def _number(config: Mapping[str, Any], name: str, default: float | None) -> float:
-    """A number of a config, or the default. Raises ConfigError."""
+def _number(
+    config: Mapping[str, Any], name: str, default: float | None, *, or_zero: bool = False
+) -> float:
+    """A number of a config above 0 (`or_zero`: or 0), or the default. Raises ConfigError."""
     value = config.get(name)
     if name not in config or (value is None and default is None):
         return 0.0 if default is None else float(default)
     # an int may be larger than any float
     if not is_number(value) or (is_whole(value) and abs(value) > sys.float_info.max):
         raise ConfigError(f"the config has {name}={_shown(value)} where a number is needed")
+    if not 0 <= value < math.inf or (value == 0 and not or_zero and default is not None):
+        least = "of 0 or more" if or_zero else "above 0"
+        raise ConfigError(f"the config has {name}={_shown(value)} where a number {least} is needed")
     return float(value)
 
 
@@ -601,12 +635,7 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value as JSON writes it, cut where it is long. Python does not write ints of more than
-    4,300 digits."""
-    if is_whole(value) and abs(value) >= 10**40:
-        return f"a number of {value.bit_length()} bits"
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
+    return "null" if value is None else shown(value)
 
 
 def _rms_eps(sources: object) -> float:
@@ -616,7 +645,7 @@ def _rms_eps(sources: object) -> float:
 
 def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
     rates = {**_LAYER_TYPES, **_mapping(config, "compress_rates"), "sliding_attention": 0}
-    unknown = sorted({repr(kind) for kind in _list(config, "layer_types")} - _KNOWN_TYPES)
+    unknown = sorted({shown(kind) for kind in _list(config, "layer_types")} - _KNOWN_TYPES)
     if unknown:
         raise ConfigError(
             f"unknown layer_types {', '.join(unknown)}: expected {sorted(_LAYER_TYPES)}"
@@ -666,7 +695,7 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
     sources = _sources(config, source_names)
     ratios = list(_list(config, "compress_ratios"))
     if len(ratios) == backbone:
-        ratios += [0] * _draft_layers(config, "n_mtp_layers")
+        ratios += [0] * _draft_layers(config, "n_mtp_layers", backbone)
     base = RopeSpec()
     original_tokens = _whole(config, "original_seq_len", base.yarn_original_tokens, least=0)
     return ModelSpec(
@@ -674,13 +703,13 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
         hidden=_whole(config, "dim"),
         heads=_whole(config, "n_heads"),
         head_dim=_whole(config, "head_dim", 512),
-        rope_dim=_whole(config, "rope_head_dim", 64),
+        rope_dim=_rope_dim(config, "rope_head_dim", 64, _whole(config, "head_dim", 512)),
         index_heads=_whole(config, "index_n_heads", 64),
         index_dim=_whole(config, "index_head_dim", 128),
         index_topk=_whole(config, "index_topk", 512),
         window=_whole(config, "window_size", 128),
         max_context=_whole(config, "max_seq_len", 1_048_576),
-        rms_eps=_number(config, "norm_eps", _rms_eps(sources)),
+        rms_eps=_number(config, "norm_eps", _rms_eps(sources), or_zero=True),
         rope=RopeSpec(
             theta=_number(config, "rope_theta", base.theta),
             compress_theta=_number(config, "compress_rope_theta", base.compress_theta),
@@ -703,8 +732,9 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
 def _checked_length(ratios: list[int], backbone: int) -> list[int]:
     if len(ratios) < backbone:
         raise ConfigError(
-            f"the config gives ratios or types of {len(ratios)} layers, but has {backbone}: one a "
-            f"layer is needed (compress_ratios may then hold one 0 for each draft layer)"
+            f"the config gives compress_ratios or layer_types of {len(ratios)} layers, but has "
+            f"{backbone} (num_hidden_layers, n_layers): one a layer is needed (compress_ratios may "
+            f"then hold one 0 for each draft layer)"
         )
     return ratios
 

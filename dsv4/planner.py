@@ -28,6 +28,8 @@ Question = Literal["bytes", "memory", "requests", "context", "fits"]
 # never decrease with n
 OtherBytes = Callable[[int], int]
 
+MOST_BYTES = 2**63 - 1  # that a file, or anything else here, can have
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
@@ -232,8 +234,8 @@ def plan(
         ("context_tokens", context_tokens),
         ("requests", requests),
     ):
-        if value is not None:
-            require_count(name, value)
+        if value is not None and require_count(name, value) > MOST_BYTES:
+            raise InvalidInput(f"{name}={value:,}: at most {MOST_BYTES:,}")
     _require_context(schema, context_tokens)
     extra_bytes = other_bytes or _nothing
     if memory_bytes is None and context_tokens is None and requests is None:
@@ -389,6 +391,7 @@ def _sizing(
             "entries": schema.entry_format.name,
             "window": schema.window_format.name,
             "index_keys": schema.index_format.name,
+            "pages": schema.page_form,
         },
         max_context_tokens=schema.max_context,
         max_draft_tokens=schema.max_draft_tokens,

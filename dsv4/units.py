@@ -36,6 +36,12 @@ def parse_bytes(text: str | int) -> int:
     return _parse(text, _BYTE_FACTORS, what="bytes", example="80GiB, 80GB, 1.5TiB or 85899345920")
 
 
+def require_bytes(name: str, given: str | int) -> int:
+    """An amount of memory that an option `name` was given: at least a byte, as a number or as
+    `parse_bytes` reads it. Raises InvalidInput."""
+    return require_count(name, parse_bytes(given) if isinstance(given, str) else given)
+
+
 def parse_tokens(text: str | int) -> int:
     """Reads "1M" (1,048,576), "128k" (131,072), "1_000_000" or a plain integer as tokens.
 

@@ -3,7 +3,8 @@
 FlashMLA takes two paged caches in one call, and one softmax goes over both. The window rings are
 the first, the compressed entries the second; both are views of the arenas. Where `flash_mla` is
 installed and there is a GPU it runs; elsewhere a stand-in in plain PyTorch reads what the call
-passes, and nothing else. Either way the result is compared with `handle.attend`.
+passes, and nothing else. Either way the result is compared with `handle.attend`. Pages of V4.1 are
+handed over in the same way: docs/v41.md says which FlashMLA reads which.
 
     python -m examples.flash_mla
 """

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsv4.errors import ConfigError
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import ConfigError, InvalidInput
 from dsv4.model import PRESETS, AttentionType, LayerSpec, ModelSpec, RopeSpec, v4_layers
+from dsv4.planner import plan
 
 FLASH_RATIOS = [0, 0] + [4, 128] * 20 + [4]
 PRO_RATIOS = [128, 128] + [4, 128] * 29 + [4]
@@ -301,13 +303,13 @@ def test_every_size_of_the_inference_config_arrives() -> None:
         ),
         (transformers_config(sliding_window=0), "window=0"),
         (transformers_config(sliding_window=-128), "window=-128"),
-        (transformers_config(qk_rope_head_dim=63), "rope_dim=63"),
-        (transformers_config(qk_rope_head_dim=512), "rope_dim=512"),
+        (transformers_config(qk_rope_head_dim=63), "qk_rope_head_dim=63"),
+        (transformers_config(qk_rope_head_dim=512), "qk_rope_head_dim=512"),
         (transformers_config(num_key_value_heads=8), "num_key_value_heads=8"),
-        (transformers_config(rms_norm_eps=float("nan")), "rms_eps=nan"),
-        (transformers_config(rms_norm_eps=-1e-6), "rms_eps=-1e-06"),
+        (transformers_config(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
+        (transformers_config(rms_norm_eps=-1e-6), "rms_norm_eps=-1e-06"),
         (transformers_config(rope_theta=0), "theta=0"),
-        (transformers_config(compress_rope_theta=float("inf")), "compress_theta=inf"),
+        (transformers_config(compress_rope_theta=float("inf")), "compress_rope_theta=inf"),
     ],
 )
 def test_configs_that_cannot_be_held_are_refused(config: dict[str, Any], message: str) -> None:
@@ -350,8 +352,10 @@ def test_a_size_that_nothing_can_hold_is_named(wrong: Any) -> None:
 def test_as_many_layers_as_are_allowed() -> None:
     config = inference_config(compress_ratios=FLASH_RATIOS[:43], n_mtp_layers=4096 - 43)
     assert len(ModelSpec.from_config(config).layers) == 4096
-    with pytest.raises(ConfigError, match="4097 layers"):
+    with pytest.raises(ConfigError, match="n_mtp_layers=4054 where a whole number from 0 to 4053"):
         ModelSpec.from_config({**config, "n_mtp_layers": 4096 - 42})
+    with pytest.raises(ConfigError, match="4097 layers"):
+        ModelSpec.from_config(inference_config(compress_ratios=[0] * 4097))
 
 
 def test_ratios_and_numbers_that_nothing_can_hold_are_refused() -> None:
@@ -367,6 +371,62 @@ def test_ratios_and_numbers_that_nothing_can_hold_are_refused() -> None:
 def test_a_number_of_the_wrong_kind_is_named(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigError, match=f"the config has {name}=.* where a number is needed"):
         ModelSpec.from_config(transformers_config(**{name: wrong}))
+
+
+@pytest.mark.parametrize("wrong", [-1, -(10**30), float("inf"), float("nan"), float("-inf")])
+def test_a_number_that_means_nothing_is_named_as_the_config_names_it(wrong: float) -> None:
+    names = [(transformers_config, "rms_norm_eps"), (transformers_config, "compress_rope_theta")]
+    names += [(inference_config, "norm_eps"), (inference_config, "rope_factor")]
+    for make, name in names:
+        with pytest.raises(ConfigError, match=f"the config has {name}=.* where a number"):
+            ModelSpec.from_config(make(**{name: wrong}))
+
+
+def test_a_rotated_part_that_is_no_part_of_a_head_is_named() -> None:
+    for make, name in (
+        (transformers_config, "qk_rope_head_dim"),
+        (inference_config, "rope_head_dim"),
+    ):
+        for wrong in (3, 512, 2**31 - 1):
+            with pytest.raises(ConfigError, match=f"{name}={wrong} where an even number below 512"):
+                ModelSpec.from_config(make(**{name: wrong}))
+
+
+@pytest.mark.parametrize("name", ["model_type", "num_key_value_heads"])
+def test_numbers_too_long_to_be_written_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*a number of 16610 bits"):
+        ModelSpec.from_config(transformers_config(**{name: 10**5000}))
+
+
+HUGE, WRONG = 10**5000, ("12", "", None, [], {}, 0.5, b"x", 1j, float("inf"))
+
+
+@pytest.mark.parametrize("wrong", [HUGE, *WRONG], ids=range(1 + len(WRONG)))
+def test_specs_made_by_hand_name_what_is_wrong(wrong: Any) -> None:
+    spec = ModelSpec.preset("tiny")
+    for field in ("hidden", "rope_dim", "window", "max_context", "candidate_blocks", "layers"):
+        with pytest.raises(ConfigError, match=f"{field}=|without layers"):
+            replace(spec, **{field: wrong})
+    for field in ("owner", "selector", "candidates_of", "ratio"):
+        if wrong is not None or field in ("owner", "ratio"):
+            layer = replace(spec.layers[1], **{field: wrong})
+            with pytest.raises(ConfigError, match="layer 1"):
+                replace(spec, layers=(spec.layers[0], layer, *spec.layers[2:]))
+
+
+@pytest.mark.parametrize("wrong", [10**41, HUGE, *WRONG], ids=range(2 + len(WRONG)))
+@pytest.mark.parametrize("name", ["block_tokens", "align_bytes", "ring_rows", "max_draft_tokens"])
+def test_counts_of_a_schema_that_nothing_can_hold_are_named(name: str, wrong: Any) -> None:
+    if (name, wrong) != ("ring_rows", None):
+        with pytest.raises(InvalidInput, match=f"{name}=.*must be a whole number"):
+            CacheSchema.build(ModelSpec.preset("tiny"), **{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [2**63, 10**30, HUGE], ids=range(3))
+def test_a_memory_that_no_machine_has_is_refused_by_the_planner(wrong: int) -> None:
+    schema = CacheSchema.build(ModelSpec.preset("tiny"))
+    with pytest.raises(InvalidInput, match=r"memory_bytes=.*at most"):
+        plan(schema, memory_bytes=wrong, context_tokens=1024)
 
 
 def test_drafts_below_0_are_named() -> None:

@@ -299,7 +299,9 @@ class Admission:
                 f"cannot rewind to {length} tokens: request {request.serial} has {request.length}, "
                 f"and a rewind only goes back"
             )
-        return self._rewind(request, tokens)
+        resume = self._rewind(request, tokens)
+        self._table.supply.trim_for(request.trail)
+        return resume
 
     def _rewind(self, request: Request, length: int) -> Resume:
         """Directly where the rings still hold the state there, otherwise to the nearest point that

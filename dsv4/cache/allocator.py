@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol
 
 from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, OverQuota, require_count
 
@@ -110,6 +110,12 @@ class BlockAllocator:
     def in_host_only(self) -> list[int]:
         """Blocks whose entries are in host memory and not on the device (docs/residency.md)."""
         return []
+
+    def host_rows_of(self, owner: bytes, *, blocks: bool = True, records: bool = True) -> int:
+        """How many rows of host memory an owner has for entries (docs/residency.md): for its
+        `blocks` that are not free, each once, and those that only `records` of a host tier have. A
+        block in flight counts when it has a row. In any thread."""
+        return 0
 
     def references(self, block_id: int) -> int:
         """How many requests hold the block."""
@@ -345,12 +351,14 @@ class Reserved(NamedTuple):
 
 
 class BlockLimit(NamedTuple):
-    """The most blocks that an owner may have: its quota, in whole blocks."""
+    """The most blocks that an owner may have: its quota in one place, in whole blocks, of which
+    each takes `block_bytes` there."""
 
     blocks: int
     salt: str | None
     quota_bytes: int
     block_bytes: int
+    place: Literal["device", "host"] = "device"
 
 
 class BlockSupply:
@@ -364,6 +372,8 @@ class BlockSupply:
         self.reclaimer: Reclaimer | None = None
         self.limits: dict[bytes, BlockLimit] = {}
         self.quotas: dict[bytes, tuple[str | None, Quota]] = {}  # of each root that has one
+        # what else an owner has makes room for blocks that it got
+        self.make_room: Callable[[bytes], None] | None = None
 
     def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
         """`count` blocks, reclaimed where too few are free, or OutOfBlocks."""
@@ -399,12 +409,19 @@ class BlockSupply:
         used = self.allocator.owners.used.get(root, 0)
         return max(0, limit.blocks - used + self.reclaimer.evictable_of(root, sharing))
 
+    def trim_for(self, trail: TokenTrail | None) -> None:
+        """`trim`, after a request with this trail gave blocks back."""
+        if trail is not None:
+            self.trim(trail.root)
+
     def trim(self, root: bytes) -> None:
         """Evicts what an owner has above its limit, as far as nothing holds it."""
         limit = self.limits.get(root)
         if limit is not None:
             assert self.reclaimer is not None
             self.reclaimer.trim(root, limit.blocks)
+            if self.make_room is not None:
+                self.make_room(root)
 
     def require_within(self, trail: TokenTrail, blocks: int) -> None:
         """OverQuota for a request that would hold more blocks than its owner may ever have."""
@@ -434,6 +451,7 @@ class BlockSupply:
         raise OverQuota(
             salt=limit.salt,
             root=root,
+            place=limit.place,
             quota_bytes=limit.quota_bytes,
             block_bytes=limit.block_bytes,
             total=limit.blocks,
@@ -457,12 +475,22 @@ class BlockSupply:
     def settle(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved; what was cached there is evicted."""
         self._prepare(reserved)
-        return self.allocator.take_next(len(reserved.block_ids))
+        block_ids = self.allocator.take_next(len(reserved.block_ids))
+        self.note_taken(reserved)
+        return block_ids
 
     def settle_in_flight(self, reserved: Reserved) -> list[int]:
-        """Takes what was reserved for bytes that will arrive."""
+        """Takes what was reserved for bytes that will arrive. `note_taken` follows once it is clear
+        where they come from."""
         self._prepare(reserved)
         return self.allocator.take_in_flight(len(reserved.block_ids))
+
+    def note_taken(self, reserved: Reserved) -> None:
+        """Owners have more blocks: what else they have gives way."""
+        if self.make_room is not None and self.limits:
+            for trail, blocks in reserved.askers:
+                if trail is not None and blocks and trail.root in self.limits:
+                    self.make_room(trail.root)
 
     def _prepare(self, reserved: Reserved) -> None:
         """Evicts, and notes the owners before the blocks are taken: after an interrupt each block
@@ -535,8 +563,17 @@ class Holdings(dict[object, Holding]):
         that a holder is to bring."""
         holding = self[holder]
         holding.landing = self._supply.settle_in_flight(reserved)
+        self._supply.note_taken(reserved)
         holding.slot = self._free_slots.pop()
         return holding.landing
+
+    def release_within_quotas(self, holder: object) -> None:
+        """`release`; what then is above a quota goes."""
+        owners, held = self._supply.allocator.owners, self.get(holder)
+        roots = {owners.of[b] for b in held.block_ids if b in owners.of} if held else set()
+        self.release(holder)
+        for root in roots:
+            self._supply.trim(root)
 
     def release(self, holder: object) -> None:
         """Releases what is held and promised. Nothing may write to the blocks in flight any

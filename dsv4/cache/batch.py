@@ -129,7 +129,8 @@ class Written:
             )
         if layer in self.appended:
             raise PlanError(
-                f"layer {layer} has appended this plan already: a prefill step is not repeatable"
+                f"layer {layer} has appended this plan already, and a prefill step is not "
+                f"repeatable: append once for each layer and plan, or call fail(plan)"
             )
 
     def require_written(self, layer: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack, cast
 from dsv4.cache import assembly
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.options import ManagerOptions, refuse_unknown
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import RecordFormat
 from dsv4.cache.schema import BlockBudget, CacheSchema, HcaState
@@ -28,6 +29,7 @@ class SchemaOptions(TypedDict, total=False):
     window_format: str | RecordFormat | None
     index_format: str | RecordFormat
     hca_state: HcaState
+    page_form: PageForm
 
 
 class CacheOptions(SchemaOptions, ManagerOptions, total=False):

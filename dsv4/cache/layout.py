@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING, get_args
 
 from dsv4.cache.pages import (
@@ -13,6 +14,7 @@ from dsv4.cache.pages import (
     CompressorKind,
     CompressorLayout,
     Page,
+    PageForm,
     PageKind,
     Plane,
     Ring,
@@ -131,10 +133,18 @@ def lay_out(schema: CacheSchema) -> tuple[Layout, dict[ArenaName, int]]:
                 continue
             apart = kind == "entries" and _may_leave(schema, layer)
             arena: ArenaName = "entries" if apart else "block"
-            page = _page(kind, layer, sizes[arena], rows, record, apart=apart)
+            form = "planes" if kind == "index_keys" else schema.page_form
+            page = _page(kind, layer, sizes[arena], rows, record, form=form, apart=apart)
             sizes[arena] += _aligned(page.payload_bytes, schema.align_bytes)
             pages.append(page)
-        page = _page("window", layer, sizes["slot"], layer.ring_rows, schema.window_format)
+        page = _page(
+            "window",
+            layer,
+            sizes["slot"],
+            layer.ring_rows,
+            schema.window_format,
+            form=schema.page_form,
+        )
         pages.append(page)
         sizes["slot"] += _aligned(page.payload_bytes, schema.align_bytes)
         for plane in _tail_planes(schema, layer, sizes["slot"]):
@@ -150,7 +160,20 @@ def lay_out(schema: CacheSchema) -> tuple[Layout, dict[ArenaName, int]]:
                 f"items: choose widths whose rows are multiples of {item} bytes"
             )
     planes.sort(key=lambda plane: (plane.arena, plane.offset_bytes))
-    return Layout(pages, planes, schema), sizes
+    whole = {arena: _whole_records(schema, size, arena, pages) for arena, size in sizes.items()}
+    return Layout(pages, planes, schema), whole
+
+
+def _whole_records(
+    schema: CacheSchema, row_bytes: int, arena: ArenaName, pages: Sequence[Page]
+) -> int:
+    """With the bytes that follow an arena's row so that the distance between two pages is a number
+    of whole records: a kernel that counts records of `page_form` "records" asks for that."""
+    if schema.page_form == "planes":
+        return row_bytes
+    own = [page for page in pages if page.form == "records" and page.arena == arena]
+    unit = lcm(schema.align_bytes, *(page.record_bytes for page in own))
+    return -(-row_bytes // unit) * unit
 
 
 def _may_leave(schema: CacheSchema, layer: LayerCacheSchema) -> bool:
@@ -165,6 +188,7 @@ def _page(
     rows: int,
     record: RecordFormat,
     *,
+    form: PageForm,
     apart: bool = False,
 ) -> Page:
     return Page(
@@ -174,6 +198,7 @@ def _page(
         rows=rows,
         format=record,
         apart=apart,
+        form=form,
     )
 
 

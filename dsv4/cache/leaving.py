@@ -30,8 +30,7 @@ class Leaving:
         self._prefix.caching.note_release(request)
         trail = request.trail
         self._table.close(request)
-        if trail is not None:
-            self._table.supply.trim(trail.root)
+        self._table.supply.trim_for(trail)
         self._steps.forget()
 
     def release_later(self, request: Request, *, suspend: bool) -> None:

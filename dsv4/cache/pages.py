@@ -13,6 +13,7 @@ from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
 ArenaName = Literal["block", "slot", "entries"]
 PageKind = Literal["entries", "index_keys", "window"]
 CompressorKind = Literal["main", "index"]
+PageForm = Literal["planes", "records"]
 PlaneDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float32"]
 
 ITEM_BYTES: dict[PlaneDtype, int] = {
@@ -58,10 +59,11 @@ class Plane:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """`rows` records of one layer: all data rows, then all scale rows. Entries that are kept
-    `apart` lie in an arena of their own, whose rows have the entries of one block; there records
-    are whole, one after the other: what is read from host memory comes in one piece. Whole records
-    start at multiples of 16 bytes; zeros fill the scale row up to there."""
+    """`rows` records of one layer. `form` "planes" is all data rows, then all scale rows;
+    "records" is each record whole, its data row and then its scale row, one after the other.
+    Entries that are kept `apart` lie in an arena of their own, whose rows have the entries of one
+    block, and are whole in either form: what is read from host memory comes in one piece. Whole
+    records start at multiples of 16 bytes; zeros fill the scale row up to there."""
 
     kind: PageKind
     layer: int
@@ -69,6 +71,16 @@ class Page:
     rows: int
     format: RecordFormat
     apart: bool = False
+    form: PageForm = "planes"
+
+    @cached_property
+    def arena(self) -> ArenaName:
+        return "entries" if self.apart else _PAGE_NAMES[self.kind][0]
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether a record is one piece."""
+        return self.apart or self.form == "records"
 
     @cached_property
     def data_row_bytes(self) -> int:
@@ -78,7 +90,7 @@ class Page:
     def scale_row_bytes(self) -> int:
         """With the zeros after the last scale."""
         record = self.format
-        if not self.apart or not record.scale_row_bytes:
+        if not self.whole or not record.scale_row_bytes:
             return record.scale_row_bytes
         return record.scale_row_bytes + -record.record_bytes % RECORD_ALIGN_BYTES
 
@@ -89,15 +101,15 @@ class Page:
     @cached_property
     def data_stride_bytes(self) -> int:
         """From one data row to the next."""
-        return self.record_bytes if self.apart else self.data_row_bytes
+        return self.record_bytes if self.whole else self.data_row_bytes
 
     @cached_property
     def scale_stride_bytes(self) -> int:
-        return self.record_bytes if self.apart else self.scale_row_bytes
+        return self.record_bytes if self.whole else self.scale_row_bytes
 
     @cached_property
     def scale_offset_bytes(self) -> int:
-        rows = 1 if self.apart else self.rows
+        rows = 1 if self.whole else self.rows
         return self.offset_bytes + rows * self.data_row_bytes
 
     @cached_property
@@ -106,9 +118,7 @@ class Page:
 
     def planes(self) -> Iterator[Plane]:
         """The page cut into named tensors. Formats with several coded parts number their scales."""
-        arena, prefix, scale_name = _PAGE_NAMES[self.kind]
-        if self.apart:
-            arena = "entries"
+        _, prefix, scale_name = _PAGE_NAMES[self.kind]
         data_offset, scale_offset = self.offset_bytes, self.scale_offset_bytes
         coded_parts = 0
         for part in self.format.parts:
@@ -122,7 +132,7 @@ class Page:
                 name=f"{prefix}_{part.name}",
                 layer=self.layer,
                 kind=self.kind,
-                arena=arena,
+                arena=self.arena,
                 offset_bytes=data_offset,
                 shape=(self.rows, columns),
                 strides_bytes=(self.data_stride_bytes, ITEM_BYTES[dtype]),
@@ -136,7 +146,7 @@ class Page:
                 name=scale_name + (f"_{coded_parts}" if coded_parts else ""),
                 layer=self.layer,
                 kind=self.kind,
-                arena=arena,
+                arena=self.arena,
                 offset_bytes=scale_offset,
                 shape=(self.rows, part.tiles),
                 strides_bytes=(self.scale_stride_bytes, ITEM_BYTES[scale_dtype]),

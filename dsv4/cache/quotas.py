@@ -33,6 +33,7 @@ class Quotas:
     and nothing of others; what its requests hold and what is pinned counts too. If that is not
     enough, the call that needs more raises OverQuota and has changed nothing. In a tier it gives up
     its own records that were used longest ago, and what still finds no room is not kept there.
+    Where entries are in host memory, blocks count there too, and records give way to them.
     Requests without token ids have no salt, and count for none. The calls count as calls of the
     manager.
     """
@@ -42,6 +43,7 @@ class Quotas:
         self._prefix: PrefixCache = parts.prefix.required()
         self._manager, self._guard = manager, parts.guard
         self._supply: BlockSupply = parts.table.supply
+        self._residency = parts.residency
         self._tiers: dict[str, list[LimitedTier]] = {}
         if manager.tiers:
             from dsv4.tiers.disk import DiskTier
@@ -57,8 +59,8 @@ class Quotas:
     def set(self, salt: str | None, quota: Quota) -> QuotaUse:
         """From now on this is the quota of a salt. What it has above that and no request holds is
         evicted at once; the rest follows when its requests end. A tier on disk follows in a
-        moment. Raises InvalidInput, also for a quota of a tier that the manager has not, or has
-        twice."""
+        moment. Raises InvalidInput, also for a quota of a place where the manager keeps nothing, or
+        of two tiers of a kind."""
         require_type("quota", quota, Quota)
         root = self._root(salt)
         self._require_tiers(quota)
@@ -97,14 +99,20 @@ class Quotas:
         return self._prefix.trail(token_ids(()), salt).root
 
     def _limit(self, salt: str | None, quota: Quota) -> BlockLimit | None:
-        block_bytes = self._manager.schema.bytes.block
-        if quota.device_bytes is None:
-            return None
-        return BlockLimit(quota.device_bytes // block_bytes, salt, quota.device_bytes, block_bytes)
+        """The tighter of the two that bound blocks."""
+        schema, limits = self._manager.schema, list[BlockLimit]()
+        if (most := quota.device_bytes) is not None:
+            limits.append(BlockLimit(most // schema.bytes.block, salt, most, schema.bytes.block))
+        if (most := quota.host_bytes) is not None and self._residency is not None:
+            each = schema.bytes.entries
+            limits.append(BlockLimit(most // each, salt, most, each, "host"))
+        return min(limits, key=lambda limit: limit.blocks, default=None)
 
     def _require_tiers(self, quota: Quota) -> None:
         for name, word in (("host_bytes", "HostTier"), ("disk_bytes", "DiskTier")):
             count = len(self._tiers.get(name, ()))
+            if name == "host_bytes" and self._residency is not None and not count:
+                continue
             if getattr(quota, name) is not None and count != 1:
                 raise InvalidInput(
                     f"{name}={getattr(quota, name):,}: the manager has {count} tiers of the kind "
@@ -124,15 +132,17 @@ class Quotas:
 
     def _use(self, root: bytes, salt: str | None) -> QuotaUse:
         _, quota = self._supply.quotas.get(root, (salt, Quota()))
-        owners, block_bytes = self._supply.allocator.owners, self._manager.schema.bytes.block
+        schema, allocator = self._manager.schema, self._supply.allocator
+        owners, block_bytes = allocator.owners, schema.bytes.block
         pinned = self._prefix.blocks.pinned_blocks(root=root)
+        entries_bytes = allocator.host_rows_of(root) * schema.bytes.entries
         return QuotaUse(
             salt=salt,
             quota=quota,
             device_bytes=owners.used.get(root, 0) * block_bytes,
             cached_bytes=owners.idle.get(root, 0) * block_bytes,
             pinned_bytes=pinned * block_bytes,
-            host_bytes=self._bytes_in("host_bytes", root) or 0,
+            host_bytes=(self._bytes_in("host_bytes", root) or 0) + entries_bytes,
             disk_bytes=self._bytes_in("disk_bytes", root),
         )
 

@@ -5,6 +5,11 @@ B data rows first, then B scale rows (FlashMLA's V4 layout and DeepGEMM's index 
 
     page   | data row 0 | data row 1 | ... | data row B-1 | scale row 0 | ... | scale row B-1 |
 
+Entries and window rows of V4.1 may be whole records instead (`page_form="records"`, FlashMLA's
+layout since 2026-09-30):
+
+    page   | data row 0 | scale row 0 | data row 1 | scale row 1 | ... | scale row B-1 |
+
 A format is a list of parts; a part is a run of channels with one code. New formats are new data:
 encoder, decoder, views and byte counts follow from the parts.
 """
@@ -254,6 +259,10 @@ INDEX_FORMATS: dict[str, Callable[[int], RecordFormat]] = {
     "bf16": index_bf16,
     "fp32": index_fp32,
 }
+
+
+# formats whose records FlashMLA reads whole; pages of others are planes
+WHOLE_FORMATS = ("v41_fp8", "v41_fp4")
 
 
 def entry_format(name: str, *, head_dim: int, rope_dim: int) -> RecordFormat:

@@ -65,6 +65,8 @@ def recover(parts: Parts, tiers: Tiers | NoTiers, handoff: Handoff | NoHandoff) 
     )
     if parts.residency is not None:
         parts.residency.recover(prefix.index.nodes(), steps.open)
+    for root in tuple(parts.table.supply.limits):  # what a fetch had pinned may go now
+        parts.table.supply.trim(root)
     steps.forget()
     for turn in turns:
         turn.leave()

@@ -376,7 +376,9 @@ class RequestTable:
         ):
             raise RequestError("this is not a request that this manager admitted")
         if request.released:
-            raise RequestError(f"request {request.serial} has been released already")
+            raise RequestError(
+                f"request {request.serial} has been released already: admit it again"
+            )
 
     def require_slots(self, count: int = 1) -> None:
         """Raises OutOfSlots unless this many slots are free."""

@@ -23,6 +23,7 @@ class CacheRoom:
     def __init__(self, parts: Parts, release_deferred: Callable[[], None]) -> None:
         self._guard, self._release_deferred = parts.guard, release_deferred
         self._admission, self._steps, self._leaving = parts.admission, parts.steps, parts.leaving
+        self._supply = parts.table.supply
 
     def __repr__(self) -> str:
         return f"CacheRoom({len(self._steps.open)} plans are open)"
@@ -68,6 +69,7 @@ class CacheRoom:
         holds."""
         self._steps.require_unplanned(request)
         self._admission.reset(request)
+        self._supply.trim_for(request.trail)
 
     def release_later(self, request: Request, *, suspend: bool = False) -> None:
         """Releases a request with the next call of the manager, once no open plan has it; with

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from dsv4.cache import records
 from dsv4.cache.layout import BLOCK_ID_BYTES, CacheBytes, Layout, lay_out
-from dsv4.cache.pages import ArenaName
+from dsv4.cache.pages import ArenaName, PageForm
 from dsv4.cache.records import RecordFormat
 from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError, require_count, require_flag
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
@@ -120,7 +120,8 @@ class CacheSchema:
     `steps_ahead` steps planned before their results are known. A request has up to `max_context`
     tokens. `entry_format`, `window_format` and `index_format` are how entries, window rows and
     index keys are stored, `hca_state` how unfinished groups of HCA layers are. With `entries_apart`
-    entries may live in host memory (docs/residency.md).
+    entries may live in host memory (docs/residency.md). `page_form` says how the records of entries
+    and window rows lie in their pages.
     """
 
     model: ModelSpec
@@ -135,14 +136,16 @@ class CacheSchema:
     index_format: RecordFormat
     hca_state: HcaState
     entries_apart: bool = False
+    page_form: PageForm = "planes"
 
     def __repr__(self) -> str:
+        whole = ", records whole" if self.page_form == "records" else ""
         apart = f" and {self.bytes.entries:,} bytes of entries apart" if self.entries_apart else ""
         return (
             f"CacheSchema({self.model.name}: {len(self.layers)} layers, blocks of "
             f"{self.block_tokens} tokens and {self.bytes.block:,} bytes{apart}, slots of "
             f"{self.bytes.slot:,} bytes, entries {self.entry_format.name}, window "
-            f"{self.window_format.name}, index keys {self.index_format.name}, "
+            f"{self.window_format.name}, index keys {self.index_format.name}{whole}, "
             f"max_context={self.max_context}, layout {self.fingerprint[:12]})"
         )
 
@@ -162,6 +165,7 @@ class CacheSchema:
         index_format: str | RecordFormat = "mxfp4",
         hca_state: HcaState = "raw",
         entries_apart: bool = False,
+        page_form: PageForm = "planes",
     ) -> CacheSchema:
         """Lays a model out.
 
@@ -174,7 +178,10 @@ class CacheSchema:
         says how HCA layers keep their unfinished group: "raw", every token of it, or "online",
         folded into a running softmax. With `entries_apart` the entries of layers that select lie
         in an arena of their own, so that they can leave the device (docs/residency.md); stored
-        records then have another layout. Raises SchemaError or InvalidInput.
+        records then have another layout. `page_form` is how the records of a page lie: "planes",
+        all data rows and then all scale rows, or "records", each record whole, as FlashMLA reads
+        V4.1's since 2026-09-30 (docs/layout.md); only V4.1's formats, and index keys stay planes.
+        Raises SchemaError or InvalidInput.
         """
         require_flag("entries_apart", entries_apart)
         block_tokens = require_count("block_tokens", block_tokens)
@@ -188,6 +195,10 @@ class CacheSchema:
         if not isinstance(hca_state, str) or hca_state not in get_args(HcaState):
             raise InvalidInput(
                 f"hca_state={hca_state!r}: choose one of {', '.join(get_args(HcaState))}"
+            )
+        if not isinstance(page_form, str) or page_form not in get_args(PageForm):
+            raise InvalidInput(
+                f"page_form={page_form!r}: choose one of {', '.join(get_args(PageForm))}"
             )
         if context > model.max_context:
             raise SchemaError(
@@ -224,6 +235,8 @@ class CacheSchema:
                 f"{window.name} are {window.value_dtype}: one attention reads both, so choose "
                 f"formats of one type"
             )
+        if page_form == "records":
+            _require_whole_records(entry, window)
         return cls(
             model=model,
             block_tokens=block_tokens,
@@ -237,6 +250,7 @@ class CacheSchema:
             index_format=_resolve_index(index_format, model),
             hca_state=hca_state,
             entries_apart=entries_apart,
+            page_form=page_form,
         )
 
     def __post_init__(self) -> None:
@@ -345,6 +359,7 @@ class CacheSchema:
                 ],
                 "block_bytes": self.bytes.block,
                 **self._apart_facts(),
+                **({} if self.page_form == "planes" else {"page_form": self.page_form}),
             }
         )
 
@@ -395,7 +410,8 @@ def bytes_by_kind(schema: CacheSchema) -> dict[str, dict[str, int]]:
 def byte_map(schema: CacheSchema, arena: ArenaName) -> str:
     """The planes of an arena's row, one per line: offset, bytes, shape, dtype, name."""
     total = row_bytes(schema, arena)
-    lines = [f"{arena}: {total:,} bytes, pages aligned to {schema.align_bytes}"]
+    whole = ", records of entries and windows whole" if schema.page_form == "records" else ""
+    lines = [f"{arena}: {total:,} bytes, pages aligned to {schema.align_bytes}{whole}"]
     for plane in schema.layout.planes:
         if plane.arena != arena:
             continue
@@ -601,6 +617,17 @@ def _resolve_index(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat
 def _require_format(name: str, chosen: Any) -> None:
     if not isinstance(chosen, RecordFormat):
         raise SchemaError(f"{name} is {chosen!r}: give the name of a format, or a RecordFormat")
+
+
+def _require_whole_records(*formats: RecordFormat) -> None:
+    for each in formats:
+        if each.name not in records.WHOLE_FORMATS:
+            raise SchemaError(
+                f"page_form='records' with {each.name} records: no kernel reads these one by one, "
+                f"FlashMLA reads V4's as planes and only V4.1's whole; choose "
+                f"{' or '.join(records.WHOLE_FORMATS)} for entries and window, or "
+                f"page_form='planes'"
+            )
 
 
 def _digest(value: dict[str, Any]) -> str:

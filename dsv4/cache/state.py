@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # sizes need no numpy: the planner runs in a browser without 
 # where live rows start: `rows` before the end, at the unfinished group, or one group before it
 Anchor = Literal["newest", "group", "previous"]
 RowKind = Literal[
+    "window",
     "window_data",
     "window_scales",
     "tail_ka",
@@ -104,7 +105,7 @@ class LiveRows:
 
     def at_boundary(self) -> LiveRows | None:
         """Those that are needed where all groups are closed."""
-        if self.kind in ("window_data", "window_scales"):
+        if self.kind in ("window", "window_data", "window_scales"):
             return self
         if self.anchor == "previous":
             return replace(self, anchor="newest", rows=self.ratio)
@@ -163,7 +164,9 @@ def _live_tails(schema: CacheSchema, layer: int, compressor: CompressorKind) -> 
 
 
 def window_parts(page: Page) -> tuple[tuple[RowKind, int, int], ...]:
-    """The two halves of a page of window rows: kind, bytes per row, offset."""
+    """A page of window rows, whole or its two halves: kind, bytes per row, offset."""
+    if page.whole:
+        return (("window", page.record_bytes, page.offset_bytes),)
     return (
         ("window_data", page.format.data_row_bytes, page.offset_bytes),
         ("window_scales", page.format.scale_row_bytes, page.scale_offset_bytes),
@@ -279,7 +282,7 @@ class StateLayout:
                 (page.data_row_bytes, page.offset_bytes),
                 (page.scale_row_bytes, page.scale_offset_bytes),
             )
-            for width, offset in whole if page.apart else halves:
+            for width, offset in whole if page.whole else halves:
                 if width:
                     found.append(
                         BlockRows(

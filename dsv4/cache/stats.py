@@ -135,12 +135,15 @@ class LayerFetches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyStats:
-    """Where entries are, with the option `host_memory`. Rows are those of blocks on the device;
+    """Where entries are, with the option `host_memory`. Of `host_bytes` in host memory,
+    `host_bytes_used` belong to blocks that are not free and to records of a host tier; what counts
+    for each salt is in `Quotas`. Rows are those of blocks on the device;
     `rows_total` and `blocks_in_host` count what is there now, all others since the manager was
     made. `blocks_left` counts how often a block has left the device. Fetches are counted on the
     device; on a GPU they are those of the previous call."""
 
     host_bytes: int
+    host_bytes_used: int
     rows_total: int
     rows_free: int
     blocks_on_device: int

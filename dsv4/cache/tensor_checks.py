@@ -80,7 +80,10 @@ class TensorChecks:
                 f"{name} has shape {lengths}, {needed} [{', '.join(map(str, shape))}]"
             )
         if tensor.dtype != getattr(torch, dtype):
-            raise InvalidInput(f"{name} is {tensor.dtype}, must be torch.{dtype}")
+            raise InvalidInput(
+                f"{name} is {tensor.dtype}, must be torch.{dtype}: convert it, .to(torch.{dtype}); "
+                f"the schema's formats say what is taken"
+            )
         raise InvalidInput(f"{name} is on {tensor.device}, the cache is on {self._device}")
 
     def _refuse_result(self, name: str, given: Tensor, shape: Shape, dtype: str) -> NoReturn:
@@ -142,7 +145,10 @@ def _refuse_projections(
         raise InvalidInput(f"layer {layer} has no compressor for {name}c: leave it out")
     if c is None or layout.gated:
         lacking = f"{name}c" if c is None else f"{name}z"
-        raise InvalidInput(f"layer {layer} compresses, but {lacking} is missing")
+        raise InvalidInput(
+            f"layer {layer} compresses, but {lacking} is missing: append takes c and z, "
+            f"and index_c and index_z of a layer whose indexer compresses"
+        )
     raise InvalidInput(
         f"layer {layer} makes an entry of every token, without a gate: leave {name}z out"
     )

@@ -17,8 +17,8 @@ def page_tensor(arena_bytes: Tensor, page: Page) -> Tensor:
     """The page of every arena row as uint8 [rows, B, 1, record_bytes], FlashMLA's calling form.
 
     The strides say record_bytes per record, as FlashMLA requires, although data rows and scale rows
-    lie separately (docs/layout.md); only dimension 0 may be indexed from Python. Entries that are
-    kept apart do lie record by record.
+    lie separately (docs/layout.md); only dimension 0 may be indexed from Python. Where records are
+    whole (`page_form="records"`, and entries that are kept apart) they do lie so.
     """
     record, stride = page.format.record_bytes, page.record_bytes
     return arena_bytes.as_strided(

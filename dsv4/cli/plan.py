@@ -125,6 +125,13 @@ def plan_command(
         str,
         typer.Option(help="Unfinished groups of HCA layers: raw or online.", rich_help_panel=CACHE),
     ] = "raw",
+    page_form: Annotated[
+        str,
+        typer.Option(
+            help="Records of a page: planes (data, then scales) or records (each whole; V4.1).",
+            rich_help_panel=CACHE,
+        ),
+    ] = "planes",
     block_tokens: Annotated[
         int, typer.Option(help="Tokens per block.", rich_help_panel=CACHE)
     ] = 128,
@@ -272,6 +279,7 @@ def plan_command(
             "entry_format": record_format,
             "index_format": index_format,
             "hca_state": hca_state,
+            "page_form": page_form,
         }
         tokens = None if context is None else parse_tokens(context)
         if gpus is not None:

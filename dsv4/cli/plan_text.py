@@ -35,6 +35,7 @@ def print_plan(
             f"  entries {formats['entries']}, index keys {formats['index_keys']}, "
             f"HCA state {found.hca_state}, {found.max_draft_tokens} draft tokens, "
             + (f"{found.steps_ahead} steps ahead, " if found.steps_ahead else "")
+            + ("records whole, " if formats["pages"] == "records" else "")
             + f"layout {found.fingerprint[:12]}",
         )
     )

@@ -36,11 +36,13 @@ class Index(Protocol):
 
 class Follower:
     """Follows one publisher until it is cancelled. A message that makes no sense is logged, and
-    everything is asked for again."""
+    everything is asked for again; so it is where numbers go back, which those of one process never
+    do."""
 
     def __init__(self, endpoint: str, replay: str, index: Index) -> None:
         self._endpoint, self._replay_endpoint, self._index = endpoint, replay, index
-        self._last: int | None = None
+        self._last: int | None = None  # that was read
+        self._heard: int | None = None  # that came unasked
         self.replays = 0
 
     async def run(self) -> None:
@@ -61,6 +63,10 @@ class Follower:
             context.destroy(linger=0)
 
     async def _note(self, context: zmq.asyncio.Context, number: int, payload: bytes) -> None:
+        heard, self._heard = self._heard, number
+        if heard is not None and number <= heard:  # another process, its clock set back
+            self._last = None
+            self._index.cleared()
         last = self._last
         if last is not None and number <= last:
             return

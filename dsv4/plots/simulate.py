@@ -13,6 +13,7 @@ from dsv4.simulate.cluster import Setup
 from dsv4.simulate.results import Simulated
 
 COLORS = ("#1d4ed8", "#c2410c", "#047857", "#7c3aed", "#b45309", "#0e7490", "#be185d", "#4d7c0f")
+MEMORY, TTFT = "memory of a replica, GB", "time to the first token, p99, s"
 Point = Callable[[Simulated], float]
 
 
@@ -33,19 +34,19 @@ def require_plot(path: str | Path, asked: Sequence[Setup], *, tries_replicas: bo
         raise InvalidInput(f"--plot {path}: {path.absolute().parent} is not a folder")
 
 
-def plot_simulated(found: Sequence[Simulated], path: str | Path, *, title: str) -> None:
+def plot_simulated(
+    found: Sequence[Simulated], path: str | Path, *, title: str, waits: bool = False
+) -> None:
     """Draws the hit rate against memory where memories differ, and the time to the first token
     against replicas where their numbers do, or nothing does; one line for each setup that is
-    otherwise the same. Raises InvalidInput for a file that cannot be written, MissingExtra without
-    matplotlib."""
-    panels = _panels(found)
-    panels = (panels[0], panels[1] or not panels[0])
-    figure = new_figure(6.4 * sum(panels) + 0.6, 5.0)
-    axes = iter(figure.subplots(1, sum(panels), squeeze=False)[0])
-    if panels[0]:
-        _memory(next(axes), [each for each in found if each.memory_bytes is not None])
-    if panels[1]:
-        _replicas(next(axes), found)
+    otherwise the same. With `waits` the time to the first token against memory too. Raises
+    InvalidInput for a file that cannot be written, MissingExtra without matplotlib."""
+    memories, replicas = _panels(found)
+    draw = [_memory, *([_waits] if waits else [])] if memories else []
+    draw += [_replicas] if replicas or not memories else []
+    figure = new_figure(6.4 * len(draw) + 0.6, 5.0)
+    for axes, panel in zip(figure.subplots(1, len(draw), squeeze=False)[0], draw, strict=True):
+        panel(axes, found)
     figure.suptitle(title, x=0.02, ha="left", color=INK, fontweight="bold", fontsize=11)
     save_figure(figure, path)
 
@@ -57,19 +58,44 @@ def _panels(setups: Sequence[Setup | Simulated]) -> tuple[bool, bool]:
 
 
 def _memory(axes: Any, found: Sequence[Simulated]) -> None:
-    def x(each: Simulated) -> float:
-        return (each.memory_bytes or 0) / 1e9
+    _against_memory(axes, found, lambda each: 100 * each.hit_rate)
+    _dress(axes, "hit rate against memory", MEMORY, "prompt tokens cached, %")
+    _from_zero(axes)
 
-    _lines(axes, found, "memory_bytes", x, lambda each: 100 * each.hit_rate)
-    _dress(axes, "hit rate against memory", "memory of a replica, GB", "prompt tokens cached, %")
-    axes.set_ylim(bottom=0)
+
+def _waits(axes: Any, found: Sequence[Simulated]) -> None:
+    _against_memory(axes, found, lambda each: each.ttft.p99)
+    _dress_seconds(axes)
+    _dress(axes, "latency against memory", MEMORY, TTFT)
 
 
 def _replicas(axes: Any, found: Sequence[Simulated]) -> None:
     _lines(axes, found, "replicas", lambda each: each.replicas, lambda each: each.ttft.p99)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(_plain())
-    _dress(axes, "latency against replicas", "replicas", "time to the first token, p99, s")
+    _dress_seconds(axes)
+    _dress(axes, "latency against replicas", "replicas", TTFT)
+
+
+def _against_memory(axes: Any, found: Sequence[Simulated], y: Point) -> None:
+    bounded = [each for each in found if each.memory_bytes is not None]
+    _lines(axes, bounded, "memory_bytes", lambda each: (each.memory_bytes or 0) / 1e9, y)
+
+
+def _dress_seconds(axes: Any) -> None:
+    """Powers of ten, or, where all lie within one, numbers from 0 on."""
+    values = _heights(axes)
+    if min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_plain())
+    else:
+        _from_zero(axes)
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_ylim(0, 1.08 * max(_heights(axes)) or 1)
+
+
+def _heights(axes: Any) -> list[float]:
+    return [float(at) for line in axes.get_lines() for at in line.get_ydata()]
 
 
 def _lines(axes: Any, found: Sequence[Simulated], varied: str, x: Point, y: Point) -> None:

@@ -3,10 +3,12 @@ over blocks that have no bytes. What a manager does around them is here in count
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from dsv4.cache.allocator import Asker, BlockAllocator, BlockSupply, Reserved
+from dsv4.cache.allocator import Asker, BlockAllocator, BlockOwners, BlockSupply, Reserved
 from dsv4.cache.prefix.blocks import CachedBlocks
 from dsv4.cache.prefix.caching import BlockCaching
 from dsv4.cache.prefix.costs import Costs
@@ -25,16 +27,35 @@ from dsv4.errors import OutOfBlocks
 from dsv4.simulate.names import NamedTrail
 
 MADE_AT_ONCE = 4096  # blocks
+_ids: list[int] = []  # block ids as far as any pool has used them: all pools have the same objects
+
+
+class NoOwners(BlockOwners):
+    """All simulated requests have one salt, so nothing asks whose a block is."""
+
+    def give(self, block_ids: Collection[int], root: bytes) -> None:
+        pass
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        pass
+
+    def note_idle(self, block_id: int, change: int) -> None:
+        pass
 
 
 class GrowingAllocator(BlockAllocator):
-    """The same blocks in the same order, but lists are made only as far as blocks were used: a
-    simulation has pools by the thousand, most of them never full."""
+    """The same blocks in the same order, but lists are made only as far as blocks were used, and
+    small: a simulation has pools by the thousand, most of them never full."""
+
+    _references: array[int]  # type: ignore[assignment]
+    _generations: array[int]  # type: ignore[assignment]
 
     def __init__(self, total: int) -> None:
         super().__init__(0)
         self.total = total
         self.most_used = 0
+        self.owners = NoOwners()
+        self._references, self._generations = array("i"), array("i")
 
     @property
     def free(self) -> int:
@@ -54,9 +75,10 @@ class GrowingAllocator(BlockAllocator):
         more = min(max(count - len(self._free), 0), self.total - made)
         if more:
             more = min(max(more, MADE_AT_ONCE), self.total - made)
-            self._free[:0] = range(made + more - 1, made - 1, -1)
-            self._references.extend([0] * more)
-            self._generations.extend([0] * more)
+            _ids.extend(range(len(_ids), made + more))
+            self._free[:0] = reversed(_ids[made : made + more])
+            for counts in (self._references, self._generations):
+                counts.frombytes(bytes(counts.itemsize * more))
             self._cached.extend(bytes(more))
 
 
@@ -88,12 +110,14 @@ class Device:
         snapshots: SnapshotPolicy,
         snapshot_rows: int,
         has_state_bytes: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         if isinstance(policy, Retention):
             policy.costs = Costs.of(schema)
         self.schema, self._policy = schema, policy
         self.allocator = GrowingAllocator(num_blocks)
         self.index = PrefixIndex(self.allocator, policy)
+        self.index.ages.now = now
         self.notices = Notices(schema.block_tokens, has_state_bytes=has_state_bytes)
         self._sessions = Sessions(policy, self.notices)
         self._snapshots = snapshots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import mmap
 import os
 import stat
@@ -14,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-from dsv4.errors import InvalidInput, require_count, require_flag
+from dsv4.errors import InvalidInput, require_flag
 from dsv4.tiers.health import Health
 from dsv4.tiers.index import Books, Index
-from dsv4.tiers.record import Key, Label, Reason, Record, Refusal
+from dsv4.tiers.record import Key, Kind, Label, Reason, Record, Refusal
+from dsv4.tiers.rest import rest
 from dsv4.tiers.shelves import Calls, Shelves, read_at
 from dsv4.tiers.survey import Survey
 from dsv4.tiers.tier import (
@@ -30,10 +32,11 @@ from dsv4.tiers.tier import (
     Outcome,
     QueuedTier,
     State,
+    Ticket,
     foreign,
     wrong_size,
 )
-from dsv4.units import format_bytes
+from dsv4.units import format_bytes, require_bytes
 
 log = logging.getLogger("dsv4.tiers")
 Sync = Literal["off", "each"]
@@ -42,6 +45,7 @@ HELP_S = 0.1  # how long a store that needs room helps to make the index
 WAIT_S = 1.0  # how long a record waits for its block, which is being stored, or for the index
 EARLY_SHARE = 16  # of the capacity this part may be stored before a lost index is complete again
 MOST_FREE_BYTES = 1 << 30  # kept free on the file system, or a sixteenth of the capacity
+MOST_LOST = 16_384  # keys remembered because they were not stored
 FRESH_NS = 60 * 10**9  # how far a file's time of last use may be older than in the index
 # errors that say nothing about the record, nor about the disk: this record is dropped or missing
 _PASSING = {
@@ -58,7 +62,7 @@ _RECENT, _BROKEN = 32, 8  # if this many different records of the last ones fail
 
 class DiskTier(QueuedTier):
     """Records as files in a directory of its own, `root`, with a limit on their total bytes,
-    `capacity_bytes`.
+    `capacity_bytes` (a number, or "1TB").
 
     A file appears whole or not at all. `sync="off"`: after a power loss a record may be gone or
     damaged, and a damaged one is refused. `sync="each"`: what was reported as stored is there after
@@ -75,7 +79,7 @@ class DiskTier(QueuedTier):
     def __init__(
         self,
         root: str | Path,
-        capacity_bytes: int,
+        capacity_bytes: int | str,
         *,
         sync: Sync = "off",
         direct: bool | None = None,
@@ -90,7 +94,7 @@ class DiskTier(QueuedTier):
         if not isinstance(root, str | os.PathLike) or not os.fspath(root):
             raise InvalidInput(f"root={root!r}: give the path of a directory of its own")
         super().__init__(name, Limits(threads=4) if limits is None else limits)
-        self._capacity_bytes = require_count("capacity_bytes", capacity_bytes)
+        self._capacity_bytes = capacity_bytes = require_bytes("capacity_bytes", capacity_bytes)
         self._where = f"{root}, {format_bytes(capacity_bytes)}"
         self._durable, self._direct = sync == "each", direct
         self._shelves = Shelves(Path(root), durable=self._durable, calls=calls)
@@ -110,6 +114,8 @@ class DiskTier(QueuedTier):
         self._disk = {each: Health(recent=_RECENT, failures=_BROKEN) for each in Operation}
         self._own = threading.local()
         self._takes_stock = False
+        self._block_tokens: dict[bytes, int] = {}  # as far as is known, by fingerprint
+        self._lost: dict[Key, None] = {}  # blocks that were not stored, the oldest first
         self._quotas: dict[bytes, int] = {}
         self._may_be_above: dict[bytes, None] = {}  # owners, since their limit or the index is new
         self._begin_stock()
@@ -283,23 +289,47 @@ class DiskTier(QueuedTier):
                 at += piece.nbytes
         return DONE
 
+    def store(self, records: Sequence[Record]) -> Ticket:
+        """As in every tier. Records are written side by side, in any order; how long a block is,
+        which says where a prompt begins, is learned from all of them first."""
+        self._require(records)
+        with self._lock:
+            for each in records:
+                if each.label.kind is Kind.BLOCK:
+                    known = self._block_tokens.get(each.label.fingerprint, 0)
+                    self._block_tokens[each.label.fingerprint] = math.gcd(known, each.label.tokens)
+        return super().store(records)
+
     def _store(self, records: Sequence[Record]) -> Sequence[Outcome]:
         return [self._store_one(record) for record in records]
 
     def _store_one(self, record: Record) -> Outcome:
-        label = record.label
+        label, stored = record.label, False
+        self._lost.pop(label.key, None)
         try:
             stored = self._write(record)
         except OSError as error:
             if error.errno not in _PASSING:
                 self._blame(Operation.STORE, label.key, error)
             return DROPPED
+        finally:
+            if not stored:
+                self._lose(label.key)
         self._note_answer(Operation.STORE)
         with suppress(Outage, OSError):
             if not self._index.complete:
                 self._begin_stock()
             self._look_around(0.0)
         return DONE if stored else DROPPED
+
+    def _lose(self, key: Key) -> None:
+        """A record that was not stored. However much room there is, what leans on it is not kept
+        until it is here."""
+        if key.kind is Kind.BLOCK:
+            with self._lock:
+                self._lost[key] = None
+                if len(self._lost) > MOST_LOST:
+                    del self._lost[next(iter(self._lost))]
 
     def _write(self, record: Record) -> bool:
         """Whether a record is there now. Raises OSError."""
@@ -392,17 +422,21 @@ class DiskTier(QueuedTier):
     def _reserve(self, label: Label, full_bytes: int) -> bool:
         """Counts a record that is about to be written, and makes room for it. `full_bytes` must be
         freed because the disk had no room for it. Raises OSError."""
-        until, helped = time.monotonic() + WAIT_S, False
+        began, helped = time.monotonic(), False
         while True:
+            # what leans on it is not kept before that is clear, because it may fail
+            is_coming = self._is_coming(label.leans_on)
             short_bytes = max(full_bytes, self._shortage(label))
             with self._index.books() as books:
-                books.learn(label)
+                books.learn(label, self._block_tokens.get(label.fingerprint, 0))
                 if books.holds(label.key):
                     # another thread or process is about to write it, or its file was lost
                     return True
                 reachable = books.can_be_reached(label) or (
                     not books.complete and self._has_file(label.leans_on)
                 )
+                if not reachable and label.leans_on in self._lost:
+                    return False
                 over = books.bytes + label.padded_bytes - books.capacity_bytes
                 early_bytes = books.early_bytes + label.padded_bytes
                 fits = (
@@ -413,20 +447,21 @@ class DiskTier(QueuedTier):
                     and not self._over(books, label.owner, label.padded_bytes)
                 )
                 # without a complete index, something uncounted might have to go, or be leaned on
-                if books.complete or fits:
+                if (books.complete or fits) and (reachable or not is_coming):
                     has_room = self._made_room(books, label, over, short_bytes, reachable)
                     if has_room is not None:
                         return has_room
                 complete = books.complete
-            if not complete:
-                if helped and time.monotonic() > until:
+            waited_s = time.monotonic() - began
+            if is_coming and not reachable and complete:
+                if waited_s > self._limits.deadline_s:
                     return False
-                self._look_around(HELP_S)
-                helped = True
-            elif time.monotonic() > until or not self._is_coming(label.leans_on):
+                time.sleep(0.001)
+            elif complete or (helped and waited_s > WAIT_S):
                 return False
             else:
-                time.sleep(0.001)
+                self._look_around(HELP_S)
+                helped = True
 
     def _shortage(self, label: Label) -> int:
         """The bytes that the file system lacks: at most two records are evicted for one, because
@@ -465,6 +500,7 @@ class DiskTier(QueuedTier):
         return True
 
     def _give_up_record(self, books: Books, victim: Key | str) -> None:
+        rest()
         if isinstance(victim, str):
             self._shelves.remove_other(victim)
             books.remove_other(victim)

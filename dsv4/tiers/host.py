@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsv4.errors import InvalidInput, require_count
+from dsv4.errors import InvalidInput
 from dsv4.tiers.extents import Extent, Extents
 from dsv4.tiers.leaves import Leaves
-from dsv4.tiers.loan import Loan
+from dsv4.tiers.loan import Lender, Loan
 from dsv4.tiers.record import Key, Kind, Label, Parts, Record, Refusal, Region
 from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
-from dsv4.units import format_bytes
+from dsv4.units import format_bytes, require_bytes
 
 MOST_LOST = 65_536  # keys remembered because the tier had no room for them
 PASSING = 8  # the part of the memory that may be cleared for records on their way elsewhere
@@ -52,20 +52,14 @@ class HostRow:
         return sum(piece.nbytes for piece in self.payload)
 
     @property
-    def held_bytes(self) -> int:
-        """Of host memory: the tier's, and what is on loan."""
-        loan_bytes = 0 if self.loan is None else self.loan.memory.nbytes
-        return self.units * UNIT_BYTES + loan_bytes
-
-    @property
     def record(self) -> Record:
         return Record(label=self.label, parts=self.parts, sealed=self.published)
 
 
 class HostTier(QueuedTier):
-    """Records in one piece of host memory of `capacity_bytes`; `name` is the tier's in statistics,
-    `limits` what may wait. Records that others lean on stay until
-    those have gone; of the rest the longest unused one makes room. Of a prompt that is longer than
+    """Records in one piece of host memory of `capacity_bytes` (a number, or "64GiB"); `name` is the
+    tier's in statistics, `limits` what may wait. Records that others lean on stay until those have
+    gone; of the rest the longest unused one makes room. Of a prompt that is longer than
     the memory the beginning is kept: everything that is held can be reached.
 
     In addition to the calls of every tier there are rows: `take` one, fill it, `publish` it; `hold`
@@ -77,9 +71,10 @@ class HostTier(QueuedTier):
     encrypts = False
 
     def __init__(
-        self, capacity_bytes: int, *, name: str = "host", limits: Limits | None = None
+        self, capacity_bytes: int | str, *, name: str = "host", limits: Limits | None = None
     ) -> None:
-        units = require_count("capacity_bytes", capacity_bytes) // UNIT_BYTES
+        capacity_bytes = require_bytes("capacity_bytes", capacity_bytes)
+        units = capacity_bytes // UNIT_BYTES
         if units < 1:
             raise InvalidInput(
                 f"capacity_bytes={capacity_bytes}: a host tier needs at least {UNIT_BYTES}"
@@ -93,7 +88,8 @@ class HostTier(QueuedTier):
         # kept until the block is. Oldest first.
         self._lost: dict[Key, None] = {}
         self._passing_units = 0
-        self._owned: dict[bytes, int] = {}  # bytes of each owner, with loans
+        self._owned: dict[bytes, int] = {}  # bytes of each owner, without loans
+        self.lender: Lender | None = None
         self._quotas: dict[bytes, int] = {}
         self._unpin: weakref.finalize[[], HostTier] | None = None
         self._users = weakref.WeakSet[object]()  # managers' ways to this tier
@@ -128,7 +124,7 @@ class HostTier(QueuedTier):
             if alone or not self._is_shared:
                 self._drop([key for key in self._rows if key.kind is Kind.BLOCK])
             self._users.add(owner)
-            self._is_shared = not alone
+            self._is_shared, self.lender = not alone, None
 
     def close_for(self, owner: object) -> None:
         """It does not use the tier any more. Blocks with loans in its memory are forgotten."""
@@ -136,14 +132,14 @@ class HostTier(QueuedTier):
             self._users.discard(owner)
             if not self._is_shared:
                 self._drop([key for key in self._rows if key.kind is Kind.BLOCK])
-                self._is_shared = True
+                self._is_shared, self.lender = True, None
 
     # ---- quotas ----------------------------------------------------------------------------------
 
     def limit(self, owner: bytes, most_bytes: int | None) -> None:
-        """From now on this is the most that records of an owner (`Label.owner`) may have here; None
-        ends that. One that has more gives up its own, those that nothing holds at once. Managers
-        that share the tier share its limits."""
+        """From now on this is the most that an owner (`Label.owner`) may have here, and in memory
+        of a `lender`; None ends that. One that has more gives up its own records, those that
+        nothing holds at once. Managers that share the tier share its limits."""
         with self._lock:
             if most_bytes is None:
                 self._quotas.pop(owner, None)
@@ -154,21 +150,36 @@ class HostTier(QueuedTier):
                 self._make_room_of(owner, 0)
 
     def bytes_of(self, owner: bytes) -> int:
-        """What records of an owner have here: whole units, and what is on loan. Records on their
-        way to another tier do not count."""
+        """What records of an owner have here, in whole units; what is on loan counts where it is.
+        Records on their way to another tier do not count."""
         with self._lock:
             return self._owned.get(owner, 0)
 
-    def is_full(self, label: Label) -> bool:
-        """Whether the owner of a record would be above its limit with this one."""
+    def is_full(self, label: Label, *, loan_bytes: int = 0) -> bool:
+        """Whether the owner of a record would be above its limit with this one, of which the lender
+        has `loan_bytes` already."""
         with self._lock:
             most = self._quotas.get(label.owner)
-            return most is not None and self.bytes_of(label.owner) + label.padded_bytes > most
+            units = padded(HEADER_BYTES + label.payload_bytes - loan_bytes)
+            return most is not None and self._used_by(label.owner) + units > most
+
+    def keep_limit(self, owner: bytes) -> None:
+        """Removes records of an owner, as far as nothing holds them, until it is within its limit.
+        What the lender has for it may have become more."""
+        with self._lock:
+            self._make_room_of(owner, 0)
+
+    def _used_by(self, owner: bytes) -> int:
+        """All that counts in an owner's limit."""
+        used, lender = self._owned.get(owner, 0), self.lender
+        if lender is not None:
+            used += lender.needed_bytes(owner) + lender.lent_bytes(owner)
+        return used
 
     def _own(self, row: HostRow, sign: int) -> None:
         """Counts a row that is not passing."""
         owner = row.label.owner
-        left = self._owned.get(owner, 0) + sign * row.held_bytes
+        left = self._owned.get(owner, 0) + sign * row.units * UNIT_BYTES
         if left:
             self._owned[owner] = left
         else:
@@ -180,9 +191,10 @@ class HostTier(QueuedTier):
         most = self._quotas.get(owner)
         if most is None:
             return True
-        if more_bytes > most:
+        needed = 0 if self.lender is None else self.lender.needed_bytes(owner)
+        if more_bytes and needed + more_bytes > most:
             return False
-        while self._owned.get(owner, 0) + more_bytes > most:
+        while self._used_by(owner) + more_bytes > most:
             entry = self._rows.pop(lambda row: not row.holds, owner=owner)
             if entry is None:
                 return False
@@ -208,7 +220,7 @@ class HostTier(QueuedTier):
             units = padded(HEADER_BYTES + own_bytes) // UNIT_BYTES
             extents = None
             if not self.is_lost(label):
-                extents = self._room_beside(units, label, loan_bytes)
+                extents = self._room_beside(units, label)
             passes = extents is None
             if passes:
                 self._lose(label.key)
@@ -226,7 +238,7 @@ class HostTier(QueuedTier):
                 self._rows.lean(label.leans_on)
             parts = own = Parts.of_units(whole, own_bytes)
             if loan is not None:
-                loan.taken = True
+                loan.take(None if passes else label.owner)
                 parts = Parts(header=own.header, payload=(*own.payload, loan.memory))
             row = HostRow(
                 label, parts, extents, own.payload, loan, passing=passes, leans=not passes
@@ -291,7 +303,7 @@ class HostTier(QueuedTier):
             row = None if entry is None else entry.value
             if row is None or row.holds or row.loan is None or row.loan.row == loan.row:
                 return
-            loan.taken = True
+            loan.take(label.owner)
             row.loan.give_back()
             row.loan = loan
             row.parts = Parts(header=row.parts.header, payload=(*row.payload, loan.memory))
@@ -371,12 +383,12 @@ class HostTier(QueuedTier):
             if len(self._lost) > MOST_LOST:
                 del self._lost[next(iter(self._lost))]
 
-    def _room_beside(self, units: int, label: Label, loan_bytes: int) -> tuple[Extent, ...] | None:
+    def _room_beside(self, units: int, label: Label) -> tuple[Extent, ...] | None:
         """Room that is not made by removing the block that a record leans on. Where its owner has a
         limit, its own records make room first."""
         self._rows.lean(label.leans_on)
         try:
-            if not self._make_room_of(label.owner, units * UNIT_BYTES + loan_bytes):
+            if not self._make_room_of(label.owner, units * UNIT_BYTES):
                 return None
             return self._room(units)
         finally:

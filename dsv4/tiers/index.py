@@ -36,6 +36,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dsv4.tiers.record import DIGEST_BYTES, Key, Kind, Label
+from dsv4.tiers.rest import rest
 from dsv4.tiers.shelves import Shelves
 from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import Outage
@@ -233,6 +234,7 @@ class Books:
             (most,),
         ).fetchall()
         for (key,) in rows:
+            rest()
             chain: dict[bytes, int] = {}
             owner = self._owner_above(key, chain)
             for each, size_bytes in chain.items():
@@ -288,15 +290,16 @@ class Books:
         ).fetchone()
         return None if found is None else _key(found[0])
 
-    def learn(self, label: Label) -> None:
+    def learn(self, label: Label, block_tokens: int = 0) -> None:
         """Notes the block size of a schema: the greatest common divisor of the tokens of its
-        blocks."""
-        if label.kind is Kind.BLOCK:
+        blocks, and of `block_tokens`, what is known of it already."""
+        if label.kind is Kind.BLOCK or block_tokens:
             known = self._block_tokens(label)
-            if known == 0 or label.tokens % known:
+            own = label.tokens if label.kind is Kind.BLOCK else 0
+            found = math.gcd(known, own, block_tokens)
+            if found != known:
                 self._db.execute(
-                    "INSERT OR REPLACE INTO schemas VALUES (?, ?)",
-                    (label.fingerprint, math.gcd(known, label.tokens)),
+                    "INSERT OR REPLACE INTO schemas VALUES (?, ?)", (label.fingerprint, found)
                 )
 
     def _block_tokens(self, label: Label) -> int:
@@ -307,9 +310,12 @@ class Books:
 
     def can_be_reached(self, label: Label) -> bool:
         """Whether the block that a record leans on is here, or the record leans on none, like the
-        first block of a prompt."""
+        first block of a prompt: its parent is the owner, or, if it names none, it has no more
+        tokens than a block."""
         if self.holds(label.leans_on):
             return True
+        if label.owner and label.kind is not Kind.SNAPSHOT:
+            return label.parent == label.owner
         block_tokens = self._block_tokens(label)
         match label.kind:
             case Kind.BLOCK:

@@ -120,6 +120,8 @@ class Shelves:
             top = os.open(root, _DIRECTORY)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
+            if isinstance(error, FileExistsError | NotADirectoryError):
+                why = "there is a file of that name, or above it"
             raise InvalidInput(f"{root} cannot be a disk tier's directory: {why}") from error
         try:
             if not create:

@@ -6,15 +6,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import TypeVar
 
 from dsv4.tiers.index import Index
 from dsv4.tiers.record import Key, Kind, Label, Refusal, read_header
+from dsv4.tiers.rest import rest
 from dsv4.tiers.shelves import STALE_S, Shelves, is_record_name
 from dsv4.tiers.sizes import HEADER_BYTES
 
 STALE_NS = int(STALE_S * 1e9)
+T = TypeVar("T")
 PIECE = 64  # names that are looked at in one step
 
 
@@ -85,6 +88,7 @@ def _files(
             if not is_record_name(entry.name):
                 shelves.sweep_one(shelf, entry)
                 continue
+            rest()
             key = Key(kind, bytes.fromhex(entry.name))
             names.add(key.digest)
             piece.append(key)
@@ -98,13 +102,14 @@ def _files(
 
 def _note_stored(index: Index, shelf: int, piece: list[Key], before_ns: int) -> None:
     with index.books() as books:
-        unknown = [key for key in piece if not books.holds(key)]
+        unknown = [key for key in _resting(piece) if not books.holds(key)]
     if not unknown:
         return
-    found = [(key, *each) for key in unknown if (each := _look(shelf, key)) is not None]
+    looked = _resting(unknown)
+    found = [(key, *each) for key in looked if (each := _look(shelf, key)) is not None]
     now_ns = time.time_ns()
     with index.books() as books:
-        for key, label, size_bytes, used_ns in found:
+        for key, label, size_bytes, used_ns in _resting(found):
             if books.complete and before_ns < used_ns < now_ns + STALE_NS:
                 continue  # its writer counts it, or is about to remove it
             if label is not None:
@@ -112,6 +117,13 @@ def _note_stored(index: Index, shelf: int, piece: list[Key], before_ns: int) -> 
             if not books.holds(key):
                 leans_on = None if label is None else label.leans_on
                 books.put(key, leans_on, size_bytes, min(used_ns, time.time_ns()))
+
+
+def _resting(each: Iterable[T]) -> Iterator[T]:
+    """The same, with rests for other threads."""
+    for one in each:
+        rest()
+        yield one
 
 
 def _look(shelf: int, key: Key) -> tuple[Label | None, int, int] | None:
@@ -144,10 +156,10 @@ def _gone(
         with index.books() as books:
             rows = books.keys_of(kind, byte, after, PIECE)
         gone = [key for key, used_ns in rows if key.digest not in names and used_ns < before_ns]
-        gone = [key for key in gone if not shelves.exists(key)]
+        gone = [key for key in _resting(gone) if not shelves.exists(key)]
         if gone:
             with index.books() as books:
-                for key in gone:
+                for key in _resting(gone):
                     books.remove(key)
         if len(rows) < PIECE:
             return

@@ -33,6 +33,7 @@ from dsv4.tiers.health import Health
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal, Region, check, seal
 
 log = logging.getLogger("dsv4.tiers")
+CLOSE_S = 10.0  # how long `close` waits for what is queued, if nothing else is said
 _LOGGED = 100  # failures and refusals are logged this often for each tier; the counters go on
 RECENT = 16  # the last calls, and how many must have failed, for a tier to count as broken
 # failed records, if they also are half of the recent calls, after which a tier backs off
@@ -174,7 +175,7 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats: ...
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Finishes what is queued, as far as the time allows. Later calls miss and drop."""
 
 
@@ -396,7 +397,7 @@ class QueuedTier(ABC):
                 capacity_bytes=capacity_bytes,
             )
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         timeout_s = min(require_timeout(timeout_s), threading.TIMEOUT_MAX)
         until = time.monotonic() + timeout_s
         with self._lock:

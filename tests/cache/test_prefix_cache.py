@@ -66,6 +66,21 @@ def reused(manager: KVCacheManager, ids: np.ndarray, salt: str | None = None) ->
     return request.resume.reused_tokens
 
 
+# ---- what a hit leaves to run ------------------------------------------------------------------
+
+
+def test_a_whole_prompt_that_is_given_again_after_a_hit_is_refused():
+    """`request.resume` was not looked at: these would be stored at positions after the prompt."""
+    manager = build(num_blocks=40)
+    compute(manager, IDS[:900])
+    request = manager.admit_request(IDS[:900])
+    assert request.resume.run == range(256, 900)
+    plan = appended(manager.prepare_forward([(request, 500)]))
+    with nothing_changes(manager), pytest.raises(InvalidInput, match=r"those of request\.resume"):
+        manager.commit(plan, ids=IDS[:500])
+    manager.fail(plan)
+
+
 # ---- who may share -----------------------------------------------------------------------------
 
 

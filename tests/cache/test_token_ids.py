@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
@@ -71,6 +72,12 @@ def map_of(ids: list[int]) -> list[np.integer[Any]]:
 ODD: dict[str, tuple[Any, str]] = {
     "a text": ("hello", "got str: tokenize it first"),
     "bytes": (b"hello", "got bytes: tokenize it first"),
+    "what a tokenizer returns": (
+        BatchEncoding({"input_ids": [1, 2], "attention_mask": [1, 1]}),
+        "got BatchEncoding: give its input_ids",
+    ),
+    "a dict of ids": ({"input_ids": [1, 2]}, "got dict: give its input_ids"),
+    "rows of several requests": ([[1, 2], [3]], "one row of whole numbers"),
     "texts": (["hello", "you"], "text: tokenize it first"),
     "an array of texts": (np.array(["hello"]), "text: tokenize it first"),
     "a text among ids": (np.array([1, "hello"], dtype=object), "text: tokenize it first"),
@@ -130,3 +137,9 @@ def test_prompts_that_differ_share_no_digest():
     assert digests((ids + (1 << 24)).astype(">i4")) == digests(ids + (1 << 24))
     with pytest.raises(InvalidInput):
         manager.prefix.prompt((ids - 1).astype(np.int8))
+
+
+def test_nothing_is_no_prompt():
+    manager = KVCacheManager(SCHEMA, num_blocks=16, max_requests=4, prefix=PrefixOptions())
+    with pytest.raises(InvalidInput, match="got NoneType: tokenize it first"):
+        manager.admit_request(None)  # type: ignore[arg-type]

@@ -212,6 +212,20 @@ def test_every_option_reaches_the_schema() -> None:
     assert found["max_draft_tokens"] == 4
     assert found["hca_state"] == "online"
     assert found["slot_bytes"] == schema.bytes.slot
+    assert found["formats"]["pages"] == "planes"
+
+
+def test_pages_of_whole_records() -> None:
+    asked = ("v41-flash", "--page-form", "records")
+    found = run_json(*asked)
+    schema = CacheSchema.build(PRESETS["v41-flash"], page_form="records")
+    assert found["fingerprint"] == schema.fingerprint
+    assert found["formats"]["pages"] == "records"
+    assert (found["bytes_per_token"], found["block_bytes"]) == (891, 114_048)
+    printed = run("plan", *asked, "--map").stdout
+    assert "records whole" in printed
+    assert "114,048 bytes, pages aligned to 32, records of entries and windows whole" in printed
+    assert "whole" not in run("plan", "v41-flash", "--map").stdout
 
 
 def test_help_names_every_format_there_is() -> None:
@@ -353,6 +367,8 @@ ERRORS = [
     (["v4-flash", "--record-format", "fp3"], "SchemaError", "fp8_ds"),
     (["v4-flash", "--draft", "-1"], "InvalidInput", "max_draft_tokens=-1"),
     (["v4-flash", "--hca-state", "folded"], "InvalidInput", "choose one of raw, online"),
+    (["v4-flash", "--page-form", "rows"], "InvalidInput", "choose one of planes, records"),
+    (["v4-flash", "--page-form", "records"], "SchemaError", "v41_fp8 or v41_fp4"),
     (["v4-flash", "--plot", "no/such/folder/plot.png"], "InvalidInput", "no/such/folder"),
     (["v4-flash", "--plot", "plot.nonsense"], "InvalidInput", "plot.nonsense"),
 ]

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from msgspec.msgpack import encode as msgpack
@@ -141,4 +142,85 @@ def test_what_makes_no_sense_is_asked_for_anew(
         task.cancel()
 
     with published(lives.manager) as publisher:
+        asyncio.run(run(publisher))
+
+
+def test_a_process_whose_clock_is_behind_that_of_its_forerunner_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Numbers begin with the time: these are smaller than those that were heard before."""
+    old, new, known = Lives(make(), 11), Lives(make(), 12), Known()
+    forerunner = EventPublisher(old.manager, ANY, replay=ANY)
+    place, replay = forerunner.endpoint, forerunner.replay_endpoint
+
+    async def run() -> None:
+        task = asyncio.create_task(follower(forerunner, known).run())
+        old.some(6)
+        await until(lambda: agrees(known, old) and bool(known.names))
+        forerunner._sender._ledger.clear = lambda: []  # it ends without a word
+        forerunner.close(TIMEOUT_S)
+        monkeypatch.setattr(time, "time_ns", lambda: 10**18)
+        publisher = EventPublisher(new.manager, place, replay=replay)
+        assert publisher.epoch < forerunner.epoch
+        new.some(6)
+        await until(lambda: agrees(known, new) and agrees(known, old) is False)
+        task.cancel()
+        publisher.close(TIMEOUT_S)
+
+    asyncio.run(run())
+
+
+def test_a_number_that_lies_does_not_make_a_follower_deaf():
+    lives, known = Lives(make(), 11), Known()
+
+    async def run(publisher: EventPublisher) -> None:
+        one = follower(publisher, known)
+        task = asyncio.create_task(one.run())
+        lives.some(6)
+        await until(lambda: agrees(known, lives) and bool(known.names))
+        far = 1 << 63
+        payload = msgpack([0.0, [], None])
+        publisher._sender._publisher.send_multipart([b"", far.to_bytes(8, "big"), payload])
+        await until(lambda: one._last == far)
+        lives.some(6)
+        await until(lambda: agrees(known, lives))
+        task.cancel()
+
+    with published(lives.manager) as publisher:
+        asyncio.run(run(publisher))
+
+
+@pytest.mark.parametrize("kept", [10_000, 2], ids=["all is kept", "little is kept"])
+def test_messages_that_are_lost_on_the_way_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+):
+    """All that are published while nobody listens."""
+    lives, known, hear = Lives(make(), 13), Known(), Follower._note
+    deaf, lost = False, 0
+
+    async def note(one: Follower, *message: Any) -> None:
+        nonlocal lost
+        lost += deaf
+        if not deaf:
+            await hear(one, *message)
+
+    monkeypatch.setattr(Follower, "_note", note)
+
+    async def run(publisher: EventPublisher) -> None:
+        nonlocal deaf
+        one = follower(publisher, known)
+        task = asyncio.create_task(one.run())
+        for _ in range(4):
+            deaf, before = True, lost
+            while lost < before + 2:
+                lives.some(2)
+                await asyncio.sleep(0.02)
+            deaf, replays = False, one.replays
+            while one.replays == replays:  # the next one shows the gap
+                lives.some(1)
+                await asyncio.sleep(0.02)
+            await until(lambda: agrees(known, lives))
+        task.cancel()
+
+    with published(lives.manager, buffer_batches=kept) as publisher:
         asyncio.run(run(publisher))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import PageForm
 from dsv4.kernels import attend as portable
 from dsv4.reference import attend as reference
 from tests.support.gpu_steps import (
@@ -25,6 +26,7 @@ from tests.support.gpu_steps import (
     same,
 )
 from tests.support.numbers import Numbers
+from tests.support.stack import PAGE_FORMS
 
 pytestmark = pytest.mark.gpu
 
@@ -53,13 +55,14 @@ def test_other_records(record: str) -> None:
     assert_right(step, run_portable(step))
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize("name", V41_SHAPES)
 @pytest.mark.parametrize("heads", [64, 8])
-def test_records_of_v41(name: str, heads: int) -> None:
+def test_records_of_v41(name: str, heads: int, form: PageForm) -> None:
     shape = dict(V41_SHAPES[name])
     kind = shape.pop("kind")
     for requests, chunk in (([(0, 1), (126, 3), (515, 2), (9_001, 4)], False), (CHUNK, True)):
-        step = make(requests, kind, heads=heads, chunk=chunk, padding=1, **shape)
+        step = make(requests, kind, heads=heads, chunk=chunk, padding=1, page_form=form, **shape)
         assert_right(step, run_portable(step))
 
 

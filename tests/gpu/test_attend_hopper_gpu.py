@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import PageForm
 from dsv4.kernels.hopper import attend as hopper
 from dsv4.ops.calls import Attention
 from dsv4.reference import attend as reference
@@ -30,6 +31,7 @@ from tests.support.gpu_steps import (
     same,
 )
 from tests.support.numbers import Numbers
+from tests.support.stack import PAGE_FORMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -82,9 +84,10 @@ def test_decode_of_128_heads() -> None:
     assert_right(step, run(step))
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize("name", V41_SHAPES)
 @pytest.mark.parametrize("heads", [64, 8])
-def test_records_of_v41(name: str, heads: int) -> None:
+def test_records_of_v41(name: str, heads: int, form: PageForm) -> None:
     """Split and sliced, split, whole, and a chunk of staged rows; tiles of the window and tiles of
     entries in one program and in programs of their own."""
     shape = dict(V41_SHAPES[name])
@@ -92,12 +95,15 @@ def test_records_of_v41(name: str, heads: int) -> None:
     ragged = [(0, 1), (1, 2), (126, 3), (255, 1), (515, 2), (1_030, 1), (9_001, 4)]
     cases = (([(9_001, 1)], False), (ragged, False), ([(700, 1)] * 150, False), ([(21, 90)], True))
     for requests, chunk in cases:
-        step = make(requests, kind, heads=heads, chunk=chunk, padding=1, **shape)
+        step = make(requests, kind, heads=heads, chunk=chunk, padding=1, page_form=form, **shape)
         found = run(step)
         assert_right(step, found)
         assert same(run(step), found)
         if not chunk:
             assert_near(step, found, run_portable(step))
+        if form == "records":
+            planes = make(requests, kind, heads=heads, chunk=chunk, padding=1, **shape)
+            assert same(run(planes), found)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import PageForm
 from dsv4.kernels.hopper import attend as hopper
 from dsv4.kernels.hopper import attend_whole
 from dsv4.ops.calls import Attention
@@ -29,6 +30,7 @@ from tests.support.gpu_steps import (
     same,
 )
 from tests.support.numbers import Numbers
+from tests.support.stack import PAGE_FORMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -99,10 +101,11 @@ def test_ragged_lengths(kind: str, heads: int) -> None:
     assert same(found, one(step, turn=turn))
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize("name", ["pairs", "singles"])
 @pytest.mark.parametrize("heads", [64, 8])
-def test_records_of_v41(name: str, heads: int) -> None:
-    shape = dict(V41_SHAPES[name])
+def test_records_of_v41(name: str, heads: int, form: PageForm) -> None:
+    shape = dict(V41_SHAPES[name], page_form=form)
     step = make([(0, 1), (126, 3), (515, 2), (9_001, 4)], shape.pop("kind"), heads=heads, **shape)
     found = two(step)
     assert_right(step, found)

@@ -11,13 +11,14 @@ from benchmarks.attend import V41, make_inputs, make_work
 from benchmarks.decode_step import PARTS, DecodeStep
 from benchmarks.lengths import set_length
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import PageForm
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
 from dsv4.verify import verify
 from tests.scenarios.test_verify_v41 import GOLDEN, check
 from tests.support.numbers import Numbers
-from tests.support.stack import Stack
+from tests.support.stack import PAGE_FORMS, Stack
 from tests.test_verify_unseen import make
 
 pytestmark = pytest.mark.gpu
@@ -39,8 +40,9 @@ def test_an_unseen_file_is_reproduced(tmp_path: Path, seed: int):
     check(verify(golden, backend="triton", device="cuda"), 44)
 
 
-def test_arenas_are_the_reference_s():
-    schema = CacheSchema.build(FLASH, max_context=1024, max_draft_tokens=5)
+@pytest.mark.parametrize("form", PAGE_FORMS)
+def test_arenas_are_the_reference_s(form: PageForm):
+    schema = CacheSchema.build(FLASH, max_context=1024, max_draft_tokens=5, page_form=form)
     stacks = [
         Stack(schema, layers=LAYERS, max_requests=3, num_blocks=24, device=device, backend=backend)
         for device, backend in (("cpu", "reference"), ("cuda", "triton"))

@@ -16,6 +16,7 @@ import torch
 
 from dsv4.cache.handoff.offer import Offer
 from dsv4.cache.handoff.options import HandoffOptions
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.options import PrefixOptions, zero
 from dsv4.cache.prefix.trail import TokenTrail
@@ -43,7 +44,7 @@ from tests.support.handoff import (
     until,
 )
 from tests.support.lives import TINY, Text, assert_cold, drafted, run_to, tiny_stack
-from tests.support.stack import Stack
+from tests.support.stack import PAGE_FORMS, Stack
 from tests.support.tiered import BLOCK, options
 
 TOKENS = 900
@@ -268,9 +269,11 @@ def test_stages_of_a_pipeline_take_their_own_layers_alone():
     close(*here, *there)
 
 
-def test_a_request_of_v41_arrives():
+@pytest.mark.parametrize("form", PAGE_FORMS)
+def test_a_request_of_v41_arrives(form: PageForm):
     model = ModelSpec.preset("v41-tiny")
-    one, other = side("prefill", model=model, drafts=3), side("decode", model=model, drafts=2)
+    one = side("prefill", model=model, drafts=3, form=form)
+    other = side("decode", model=model, drafts=2, form=form)
     for length in (129, 130):
         text = Text.random(one, length, 200)
         request = grown(one, text, length, chunk=15)
@@ -278,6 +281,18 @@ def test_a_request_of_v41_arrives():
         assert torch.equal(drafted(other, copy), drafted(one, request))
         run_to(other, copy, text, length + 3, chunk=1)
         assert_cold(other, copy, text.stream)
+    assert_nothing_left(one, other)
+    close(one, other)
+
+
+def test_pages_of_another_form_are_refused():
+    model = ModelSpec.preset("v41-tiny")
+    one, other = (side(form, model=model, form=form) for form in PAGE_FORMS)
+    for owner, taker in ((one, other), (other, one)):
+        offer = owner.manager.handoff.offer(grown(owner, Text.random(owner, 3, 200), 130))
+        with pytest.raises(OfferError, match="page_form=records") as error:
+            taker.manager.handoff.accept(offer)
+        assert error.value.reason == "schema"
     assert_nothing_left(one, other)
     close(one, other)
 

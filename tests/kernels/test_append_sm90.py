@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.cache.pages import PageForm
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import TRITON
@@ -53,12 +54,15 @@ def launch(
     counts: tuple[int, ...],
     second: bool = False,
     hca_state: HcaState = "raw",
+    form: PageForm = "planes",
 ) -> Launch:
     """What handle.append would launch: decode steps at their padded size, as in a graph; one of
     the two launches of a chunk."""
     from dsv4.kernels.append import append_launch
 
-    schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE, hca_state=hca_state)
+    schema = CacheSchema.build(
+        ModelSpec.preset(preset), max_context=2 * WIDE, hca_state=hca_state, page_form=form
+    )
     tokens = sum(counts)
     stack = Stack(
         schema,

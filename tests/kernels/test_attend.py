@@ -18,6 +18,7 @@ from dsv4.reference import attend as reference
 from dsv4.reference.pages import page_rows
 from tests.reference.test_attend import Step, check, make_step, with_nan
 from tests.support.numbers import Numbers
+from tests.support.stack import PAGE_FORMS
 
 
 def workspace_of(step: Step) -> Tensor | None:
@@ -241,6 +242,33 @@ def test_resolved_entries_give_the_bits_of_those_in_blocks(records: dict[str, st
     assert same(run(resolved, turn=True), expected)
     reference_before, reference_after = (each.run(reference.attend) for each in (step, resolved))
     assert same(reference_before, reference_after)
+
+
+@pytest.mark.usefixtures("many_splits")
+@pytest.mark.parametrize("width", [128, 512])
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+@pytest.mark.parametrize("chunk", [False, True])
+def test_whole_records_give_the_bits_of_planes(kind: str, chunk: bool, width: int) -> None:
+    """Records of 528 and 288 bytes, and narrower ones with zeros up to a multiple of 16."""
+    planes, whole = (
+        make_step(
+            [(90, 2), (2, 1), (131, 1)],
+            kind=kind,
+            window=40,
+            width=width,
+            padding=1,
+            chunk=chunk,
+            record="v41_fp8" if kind == "swa" else "v41_fp4",
+            window_record="v41_fp8",
+            page_form=form,
+        )
+        for form in PAGE_FORMS
+    )
+    assert whole.window.page.scale_offset_bytes == whole.window.page.offset_bytes + width
+    found = run(whole, turn=True)
+    assert same(found, run(planes, turn=True))
+    check(whole, found, turn=True)
+    assert same(*(step.run(reference.attend) for step in (planes, whole)))
 
 
 def resolve_at_random(step: Step) -> Step:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.cache.pages import PageForm
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import TRITON
@@ -101,10 +102,10 @@ def test_each_role_sets_its_registers(attend: dict[str, Any]) -> None:
     assert attend["registers"] * 3 * 32 * kernel.WARPS_PER_ROLE <= 65_536
 
 
-def launch(case: str) -> Launch:
+def launch(case: str, *, form: PageForm = "planes") -> Launch:
     from dsv4.kernels.hopper import attend as kernel
 
-    made = call(*CASES[case], resolved="resolved" in case)
+    made = call(*CASES[case], resolved="resolved" in case, form=form)
     return kernel.attend_launch(made, programs=PROCESSORS)
 
 
@@ -117,11 +118,12 @@ def call(
     *,
     max_context: int | None = None,
     resolved: bool = False,
+    form: PageForm = "planes",
 ) -> Attention:
     from dsv4.kernels.hopper import attend as kernel
 
     schema = CacheSchema.build(
-        ModelSpec.preset(model), max_context=max_context, entries_apart=resolved
+        ModelSpec.preset(model), max_context=max_context, entries_apart=resolved, page_form=form
     )
     width = schema.model.head_dim
     window_page = schema.layout.page("window", CSA_LAYER)

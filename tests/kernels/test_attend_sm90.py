@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.cache.pages import PageForm
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
@@ -67,6 +68,7 @@ def attend_launch(
     max_context: int | None = None,
     entry_format: str | None = None,
     resolved: bool = False,
+    form: PageForm = "planes",
 ) -> Launch:
     """A layer without entries attends to its window."""
     from dsv4.kernels import attend as kernel
@@ -76,6 +78,7 @@ def attend_launch(
         max_context=max_context,
         entry_format=entry_format,
         entries_apart=resolved,
+        page_form=form,
     )
     tokens, width = 4, schema.model.head_dim
 

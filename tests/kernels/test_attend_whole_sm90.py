@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dsv4.cache.pages import PageForm
 from dsv4.kernels.launch import Launch
 from dsv4.ops.calls import Attention
 from tests.kernels import test_attend_hopper_sm90 as hopper
@@ -64,22 +65,30 @@ def test_products_run_on_wgmma_and_what_is_copied_is_16_bytes_a_thread(
     assert set(attend["async_copies"]) == {"LDGSTS.E.BYPASS.128", "LDGSTS.E"}
 
 
-def call(model: str, heads: int, layer: int, tokens: int, chunk: bool) -> Attention:
+def call(
+    model: str,
+    heads: int,
+    layer: int,
+    tokens: int,
+    chunk: bool,
+    *,
+    form: PageForm = "planes",
+) -> Attention:
     from dsv4.kernels.hopper import attend_whole as kernel
 
-    made = hopper.call(model, heads, layer, tokens, chunk, max_context=MAX_CONTEXT)
+    made = hopper.call(model, heads, layer, tokens, chunk, max_context=MAX_CONTEXT, form=form)
     shape = tokens, heads, made.window.window, made.max_entries
     workspace = empty(kernel.workspace_elements(*shape, PROCESSORS))
     return replace(made, batch_invariant=True, workspace=workspace)
 
 
-def launch(case: str) -> Launch:
+def launch(case: str, *, form: PageForm = "planes") -> Launch:
     from dsv4.kernels.hopper import attend, attend_whole
 
     which, shape = CASES[case]
     if which == "one":
-        return attend.attend_launch(call(*shape), programs=PROCESSORS)
-    weights, sums = attend_whole.attend_launches(call(*shape), programs=PROCESSORS)
+        return attend.attend_launch(call(*shape, form=form), programs=PROCESSORS)
+    weights, sums = attend_whole.attend_launches(call(*shape, form=form), programs=PROCESSORS)
     assert weights.grid[1] > 1
     return weights if which == "weights" else sums
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import PageForm
 from dsv4.kernels import decode
 from dsv4.ops.calls import Attention
 from dsv4.ops.columns import request_columns, staged_row, token_columns
@@ -23,12 +24,21 @@ def wide_call(step: Step, memory: Tensor, max_visible: int) -> Attention:
     return replace(call, tokens_per_request=64, max_visible=max_visible, decoded=memory)
 
 
-@pytest.mark.parametrize("record", ["fp8_ds", "v41_fp4", "bf16"])
-def test_rows_equal_gathered_ones(record: str) -> None:
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [("fp8_ds", "planes"), ("v41_fp4", "planes"), ("v41_fp4", "records"), ("bf16", "planes")],
+)
+def test_rows_equal_gathered_ones(record: str, form: PageForm) -> None:
     width = 512 if record.startswith("v41") else 128
     window_record = "v41_fp8" if record == "v41_fp4" else record
     step = make_step(
-        REQUESTS, kind="hca", width=width, record=record, window_record=window_record, chunk=True
+        REQUESTS,
+        kind="hca",
+        width=width,
+        record=record,
+        window_record=window_record,
+        chunk=True,
+        page_form=form,
     )
     assert step.entries is not None
     most = max((start + count) // step.entries.ratio for start, count in REQUESTS)

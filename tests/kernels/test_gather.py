@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import PageForm
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels import gather as kernel_gather
 from dsv4.model import ModelSpec
@@ -17,15 +18,24 @@ from tests.support.stack import Stack, Stream
 BACKENDS = {"reference": reference_gather, "triton": kernel_gather}
 CSA, HCA = 1, 2
 LENGTHS = (37, 140, 3)
+FORMS: list[tuple[str, PageForm]] = [("fp8_ds", "planes"), ("v41_fp8", "records")]
 POISON = -123.0
 
 
 def lived(
-    records: str = "fp8_ds", *, index: str = "mxfp4", chunk: bool = False
+    records: str = "fp8_ds",
+    *,
+    index: str = "mxfp4",
+    chunk: bool = False,
+    form: PageForm = "planes",
 ) -> tuple[Stack, list]:
     """Three requests of different lengths, in blocks that are not in physical order."""
     schema = CacheSchema.build(
-        ModelSpec.preset("tiny"), max_context=256, entry_format=records, index_format=index
+        ModelSpec.preset("tiny"),
+        max_context=256,
+        entry_format=records,
+        index_format=index,
+        page_form=form,
     )
     stack = Stack(schema, layers=[CSA, HCA], max_requests=6, num_blocks=8)
     streams = [stack.stream(i, max(LENGTHS) + 2) for i in range(len(LENGTHS))]
@@ -81,10 +91,13 @@ def test_chosen_entries_and_zeros_for_the_rest(backend: str, records: str) -> No
     assert (out[1] == POISON).all()
 
 
+@pytest.mark.parametrize(("records", "form"), FORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", [CSA, HCA])
-def test_all_visible_entries_in_order(backend: str, layer: int) -> None:
-    stack, work = lived()
+def test_all_visible_entries_in_order(
+    backend: str, layer: int, records: str, form: PageForm
+) -> None:
+    stack, work = lived(records, form=form)
     source = entry_source(stack, layer)
     slot = torch.tensor([r.slot for r, _, _ in work] + [-1]).int()
     position = torch.tensor([r.length - 1 for r, _, _ in work] + [0]).int()
@@ -121,9 +134,12 @@ def test_more_entries_than_room_gives_the_oldest(backend: str) -> None:
     assert torch.equal(out[0, 4], expected_entry(stack, source, request, 4))
 
 
+@pytest.mark.parametrize(("records", "form"), FORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_window_of_a_narrow_step_comes_from_the_ring_in_order(backend: str) -> None:
-    stack, work = lived()
+def test_window_of_a_narrow_step_comes_from_the_ring_in_order(
+    backend: str, records: str, form: PageForm
+) -> None:
+    stack, work = lived(records, form=form)
     plan = stack.manager.prepare_forward([(r, 1) for r, _, _ in work])
     stack.write(plan, [s for _, s, _ in work])
     page = stack.schema.layout.page("window", CSA)
@@ -137,9 +153,12 @@ def test_window_of_a_narrow_step_comes_from_the_ring_in_order(backend: str) -> N
     check_window(stack, BACKENDS[backend], source, plan, work)
 
 
+@pytest.mark.parametrize(("records", "form"), FORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_window_of_a_chunk_reaches_back_over_its_start(backend: str) -> None:
-    stack, work = lived(chunk=True)
+def test_window_of_a_chunk_reaches_back_over_its_start(
+    backend: str, records: str, form: PageForm
+) -> None:
+    stack, work = lived(records, form=form, chunk=True)
     stack.step([(r, s, n // 2) for r, s, n in work])
     plan = stack.manager.prepare_forward([(r, n - n // 2) for r, _, n in work])
     assert not plan.batch.is_decode

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import PageForm
 from dsv4.errors import PlanError, SchemaMismatch
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import Backend
@@ -13,6 +14,7 @@ from dsv4.ops.calls import Candidates, Selection
 from tests.kernels.test_select import KERNEL, REFERENCE, UNTOUCHED, case, cut_rows
 from tests.support.both import Both
 from tests.support.numbers import Numbers
+from tests.support.stack import PAGE_FORMS
 
 TINY = ModelSpec.preset("v41-tiny")
 PAIRS, SHARED, SINGLES, DRAFT = 1, 2, 3, 6
@@ -31,18 +33,20 @@ def test_token_by_token_from_the_start():
         life.step({0: 1})
 
 
-def test_padded_decode_steps():
-    life = both(layers=(PAIRS, SINGLES), requests=3)
+@pytest.mark.parametrize("form", PAGE_FORMS)
+def test_padded_decode_steps(form: PageForm):
+    life = both(layers=(PAIRS, SINGLES), requests=3, page_form=form)
     life.skip({0: 3, 1: 126, 2: 255})
     life.step({0: 1, 2: 1}, pad_tokens=4, pad_requests=3)
     life.step({1: 1}, pad_tokens=3, pad_requests=3)
     life.empty_step(pad_tokens=4, pad_requests=3)
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize("drafts", [1, 4])
-def test_draft_steps_and_rejections(drafts: int):
+def test_draft_steps_and_rejections(drafts: int, form: PageForm):
     """Tails are read at every length that a step can be taken back to."""
-    life = both(layers=(PAIRS,), requests=2, max_draft_tokens=drafts)
+    life = both(layers=(PAIRS,), requests=2, max_draft_tokens=drafts, page_form=form)
     life.skip({0: 3, 1: 8})
     most = 1 + drafts
     life.step({0: most, 1: most}, accepted=[0, 1], pad_tokens=2 * most, pad_requests=2)
@@ -58,6 +62,13 @@ def test_chunks_that_straddle_pairs_and_turn_the_tails():
     life.step({0: 1, 2: 3})
 
 
+def test_chunks_in_pages_of_whole_records():
+    """Staged rows are whole too: those of the chunk, and those from the ring before it."""
+    life = both(layers=(PAIRS, SINGLES), requests=2, page_form="records")
+    life.skip({0: 129, 1: 2})
+    life.step({0: 3, 1: 2})
+
+
 def test_outliers_and_zeros():
     life = both(layers=(PAIRS, SINGLES), requests=1, stack={"spread": 3.0})
     for stream in life.streams:
@@ -70,9 +81,10 @@ def test_outliers_and_zeros():
 # ---- draft steps ---------------------------------------------------------------------------------
 
 
-def test_a_draft_step_sees_ring_and_draft_and_stores_nothing():
+@pytest.mark.parametrize("form", PAGE_FORMS)
+def test_a_draft_step_sees_ring_and_draft_and_stores_nothing(form: PageForm):
     """Rings that have not turned and that have, padding, and a turn back at each own position."""
-    life = both(layers=(DRAFT,), requests=2, max_draft_tokens=5)
+    life = both(layers=(DRAFT,), requests=2, max_draft_tokens=5, page_form=form)
     life.skip({0: 3, 1: 140})
     numbers = Numbers(5)
     rows, block = 12, TINY.draft_block
@@ -131,9 +143,10 @@ def test_a_draft_step_has_a_plan_of_its_own():
 # ---- cut windows ---------------------------------------------------------------------------------
 
 
-def test_a_cut_window_begins_with_the_step():
+@pytest.mark.parametrize("form", PAGE_FORMS)
+def test_a_cut_window_begins_with_the_step(form: PageForm):
     """Against the formula over the rows that a token may see, on both backends."""
-    life = both(layers=(0,), requests=2)
+    life = both(layers=(0,), requests=2, page_form=form)
     life.skip({0: 130, 1: 3})
     q = Numbers(6).normal(4, 2, TINY.head_dim).to(torch.bfloat16)
     for stack, requests in zip(life.stacks, life.lives, strict=True):

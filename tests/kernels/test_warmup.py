@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.warmup import phantom_tensor, token_counts
@@ -36,13 +37,13 @@ MODELS = {"tiny": 512, "v41-tiny": 512, "v4-flash": 8192, "v4-pro": 131_072}
 REQUESTS = 6
 
 
-def new_manager(model: str, **options: Any) -> KVCacheManager:
+def new_manager(model: str, *, form: PageForm = "planes", **options: Any) -> KVCacheManager:
     """With layers of every sort; the tiny model has few anyway."""
     spec = ModelSpec.preset(model)
     few = replace(spec, layers=spec.layers[:6]) if "tiny" not in model else spec
     apart = "host_memory" in options
     schema = CacheSchema.build(
-        few, max_context=MODELS[model], max_draft_tokens=3, entries_apart=apart
+        few, max_context=MODELS[model], max_draft_tokens=3, entries_apart=apart, page_form=form
     )
     return KVCacheManager(
         schema, num_blocks=40, max_requests=REQUESTS, max_step_tokens=1000, **options
@@ -159,6 +160,7 @@ def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], se
     [
         ("tiny", 4, {}),
         ("v41-tiny", 2, {}),
+        ("v41-tiny", 2, {"form": "records"}),
         ("v4-flash", 64, {}),
         ("v4-flash", 64, {"batch_invariant": True}),
         ("v4-pro", 16, {}),

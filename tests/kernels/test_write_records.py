@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.pages import Page, PageKind
+from dsv4.cache.pages import Page, PageForm, PageKind
+from dsv4.cache.records import WHOLE_FORMATS
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels import gather
 from dsv4.kernels.write_records import write_records
@@ -19,17 +20,24 @@ from tests.support.numbers import Numbers
 from tests.support.stack import POISON
 
 CSA = 1
-CASES: list[tuple[str, PageKind, str]] = [
-    *(("tiny", "entries", name) for name in BF16_ENTRY_FORMATS),
-    *(("tiny", "index_keys", name) for name in BF16_INDEX_FORMATS),
-    *(("v4-flash", "entries", name) for name in BF16_ENTRY_FORMATS),
+CASES: list[tuple[str, PageKind, str, PageForm]] = [
+    *(("tiny", "entries", name, "planes") for name in BF16_ENTRY_FORMATS),
+    *(("tiny", "index_keys", name, "planes") for name in BF16_INDEX_FORMATS),
+    *(("v4-flash", "entries", name, "planes") for name in BF16_ENTRY_FORMATS),
+    *(
+        (model, "entries", name, "records")
+        for model in ("tiny", "v4-flash")
+        for name in WHOLE_FORMATS
+    ),
 ]
 
 
-def page_and_arena(preset: str, kind: PageKind, name: str) -> tuple[Page, Tensor]:
+def page_and_arena(
+    preset: str, kind: PageKind, name: str, form: PageForm = "planes"
+) -> tuple[Page, Tensor]:
     model = ModelSpec.preset(preset)
     option = {"entry_format": name} if kind == "entries" else {"index_format": name}
-    schema = CacheSchema.build(model, max_context=512, **option)
+    schema = CacheSchema.build(model, max_context=512, page_form=form, **option)
     page = schema.layout.page(kind, CSA if preset == "tiny" else 2)
     assert page is not None
     return page, torch.full((3, schema.bytes.block), POISON, dtype=torch.uint8)
@@ -59,9 +67,9 @@ def both(page: Page, arena: Tensor, at: list[tuple[int, int]], rows: Tensor) -> 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("preset", "kind", "name"), CASES)
-def test_every_format(preset: str, kind: PageKind, name: str):
-    page, arena = page_and_arena(preset, kind, name)
+@pytest.mark.parametrize(("preset", "kind", "name", "form"), CASES)
+def test_every_format(preset: str, kind: PageKind, name: str, form: PageForm):
+    page, arena = page_and_arena(preset, kind, name, form)
     rows = hard_rows(10, page.format.width)
     at = [(2, 0), (0, 31), (0, 5), (1, 1), (1, 2), (2, 3), (2, 31), (0, 0), (1, 30), (2, 17)]
     expected, found = both(page, arena, at, rows)

@@ -98,6 +98,12 @@ CASES: dict[str, Case] = {
         interpreted=True,
     ),
     "v41 flash": Case(model=FLASH_V41, layers=(0, 2, 20, 40), steps=LONG, select=20),
+    "v41 flash, whole records": Case(
+        model=FLASH_V41,
+        layers=(0, 2, 20),
+        steps=LONG,
+        layout={"page_form": "records"},
+    ),
     "v41 small": Case(model=SMALL_V41, layers=(1, 3), steps=SHORT, interpreted=True),
     "tiny fp32 fp32": Case(
         model=TINY,

@@ -9,13 +9,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 
-WAIT_S = 60.0  # only reached if something is broken
+WAIT_S = 180.0  # only reached if something is broken
+START_S = 300.0  # that a node or a process may need where many share the cores
+# of a cluster of tests; Ray's own are 60, 60 and, in Serve, 5 and 10 s
+PATIENT = {
+    "RAY_worker_register_timeout_seconds": f"{START_S:.0f}",
+    "RAY_gcs_server_request_timeout_seconds": f"{START_S:.0f}",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{START_S:.0f}",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
 MODEL = "dsv4-demo"
 LOCAL: dict[str, Any] = {"threads": 1, "num_cpus": 0.5, "events_host": "127.0.0.1"}
 
@@ -41,8 +50,8 @@ class Application:
         found = self.state()["replicas"]
         return {name: about for name, about in found.items() if about["role"] == role}
 
-    def wait_until(self, holds: Callable[[], object], what: str) -> None:
-        until = time.monotonic() + WAIT_S
+    def wait_until(self, holds: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
+        until = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < until, f"not in time: {what}: {self.state()}"
             time.sleep(0.1)
@@ -52,6 +61,7 @@ class Application:
         self.wait_until(
             lambda: all(len(self.replicas(role)) == count for role, count in counts.items()),
             f"replicas {counts}",
+            START_S,
         )
 
     def busy(self, role: str) -> dict[str, Any] | None:
@@ -138,6 +148,32 @@ class Streams:
 
 
 @contextmanager
+def patient_ray() -> Iterator[None]:
+    """A node may take `START_S` to start. Ray gives its raylet 30 s, which no setting changes
+    (`ray._private.node.Node.__init__`), and the raylet registers only after its two agents have:
+    on a busy machine, Python processes that import for a minute."""
+    from ray._private import services
+
+    ask = services.get_node
+
+    def wait(*arguments: Any, **named: Any) -> Any:
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                return ask(*arguments, **named)
+            except RuntimeError:  # it is not registered yet
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "get_node", wait)
+        for name, value in PATIENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@contextmanager
 def application(**options: Any) -> Iterator[Application]:
     """Replicas of the demo model, on a cluster of this machine alone."""
     import ray
@@ -147,7 +183,8 @@ def application(**options: Any) -> Iterator[Application]:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    launch.start_cluster(8)
+    with patient_ray():
+        launch.start_cluster(8)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(RayOptions(**{**LOCAL, **options})), name="dsv4")
@@ -171,4 +208,5 @@ def stopped(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # Ray has replaced it meanwhile
+            os.kill(pid, signal.SIGCONT)

@@ -233,6 +233,24 @@ def test_a_replica_that_says_nothing_is_given_up_and_avoided():
     asyncio.run(story())
 
 
+def test_where_all_replicas_are_slow_an_answer_moves_less_and_less():
+    """Each says something only every three `silence_s`: an answer that moved at each would never
+    end."""
+
+    async def slow(asked: Ask) -> AsyncIterator[Message]:
+        async for message in run_leg(asked):
+            await asyncio.sleep(0.65)
+            yield message
+
+    async def story() -> None:
+        handle = Handle([slow])
+        heard = await ask(remote(handle), 3)
+        assert heard.tokens == undisturbed(3)
+        assert len(handle.asks) == 4  # of 0.2, 0.4, 0.6 and 0.8 s
+
+    asyncio.run(story())
+
+
 def test_while_it_only_lives_an_answer_waits():
     """A long prompt before it: the replica says that it lives, for longer than `silence_s`."""
 

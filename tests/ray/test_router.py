@@ -101,6 +101,57 @@ def test_a_silent_replica_gets_nothing_and_one_under_its_name_begins_with_nothin
     run(story())
 
 
+def test_a_replica_that_lies_about_its_blocks_gets_no_more_than_it_can_take():
+    """It says that it has every prompt: it is chosen until what it is busy with costs more."""
+
+    async def story() -> None:
+        router = RouterReplica("prefix", 256, 5.0)
+        await router.announce(announced("honest"))
+        await router.announce(announced("liar"))
+        for first in range(20):
+            router._routers["decode"].stored("liar", NAMING.names(IDS + first), "GPU")
+        assert (await asked(router)).decode == "liar"
+        await router.announce(announced("liar", load=1100.0))  # more than computing all of it
+        assert (await asked(router)).decode == "honest"
+
+    run(story())
+
+
+@pytest.mark.parametrize("load", [float("nan"), float("inf"), -1e9])
+def test_a_load_that_cannot_be_is_not_believed(load: float):
+    """Nothing is less than not a number: its replica would get every request."""
+
+    async def story() -> None:
+        router = RouterReplica("prefix", 256, 0.3)
+        for name in ("b", "a"):
+            await router.announce(announced(name))
+        router._routers["decode"].stored("a", NAMING.names(IDS), "GPU")
+        await asyncio.sleep(0.2)
+        await router.announce(announced("a", load=load))
+        await router.announce(announced("b"))
+        await asyncio.sleep(0.2)
+        assert (await asked(router)).decode == "b"  # the other one has said nothing
+        await router.announce(announced("a", load=0.0))
+        assert [*(await router.state())["replicas"]] == ["b", "a"]
+
+    run(story())
+
+
+def test_of_two_routers_each_knows_what_it_has_heard():
+    """Ray Serve may be told to run two: a replica's announcement reaches one of them."""
+
+    async def story() -> None:
+        both = [RouterReplica("prefix", 256, 5.0) for _ in range(2)]
+        for name in "ab":
+            await both[0].announce(announced(name))
+        await both[1].announce(announced("b"))
+        both[0]._routers["decode"].stored("a", NAMING.names(IDS), "GPU")
+        assert (await asked(both[0])).decode == "a"
+        assert (await asked(both[1])).decode == "b"  # slower, and as right
+
+    run(story())
+
+
 def test_errors_reach_the_client_as_one_server_says_them():
     failure = Failure.of(QueueFull(7, 3))
     error = failure.error()
@@ -138,6 +189,15 @@ def test_an_application_has_the_replicas_that_were_asked_for():
     alone = build(RayOptions(server=ServerOptions(max_requests=2)))._bound_deployment
     assert alone.init_args[3] is None
     assert alone.init_args[2]._bound_deployment.num_replicas == 1
+
+
+def test_an_ingress_that_leaves_has_the_time_of_its_longest_stream():
+    """Replicas have `drain_s`: their streams go on elsewhere. Those of an ingress cannot."""
+    server = ServerOptions(request_timeout_s=300.0)
+    ingress = build(RayOptions(server=server, drain_s=2.0))._bound_deployment
+    decode = ingress.init_args[2]._bound_deployment
+    times = [each._deployment_config.graceful_shutdown_timeout_s for each in (ingress, decode)]
+    assert times == [300.0, 2.0]
 
 
 def test_the_yaml_of_the_docs_is_an_application():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import records
-from dsv4.cache.pages import Page, PageKind
+from dsv4.cache.pages import Page, PageForm, PageKind
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from dsv4.reference.append import write_records
 from dsv4.reference.attend import RUN_TOKENS, attend
@@ -141,6 +141,7 @@ def make_step(
     slack: int = 3,
     max_entries: int | None = None,
     spread: float = 1.0,
+    page_form: PageForm = "planes",
 ) -> Step:
     """Requests of (start, tokens) with random records in blocks of random order.
 
@@ -153,7 +154,7 @@ def make_step(
 
     def page(name: PageKind, rows: int, chosen: str) -> Page:
         form = records.entry_format(chosen, head_dim=width, rope_dim=rope_dim)
-        return Page(kind=name, layer=0, offset_bytes=48, rows=rows, format=form)
+        return Page(kind=name, layer=0, offset_bytes=48, rows=rows, format=form, form=page_form)
 
     def arena_of(rows: int, source: Page) -> Tensor:
         row_bytes = -(-(source.offset_bytes + source.payload_bytes + 16) // 16) * 16

@@ -123,7 +123,6 @@ def writable_runs(
         page = schema.layout.page(kind, layer)  # type: ignore[arg-type]
         if page is None:
             continue
-        data, scale = page.format.data_row_bytes, page.format.scale_row_bytes
         rows: list[tuple[ArenaName, int, int]]
         if kind == "window":
             rows = [("slot", request.slot, r) for r in range(min(request.length, page.rows))]
@@ -131,8 +130,10 @@ def writable_runs(
             entries = range(request.length // spec.ratio)
             rows = [("block", request.block_ids[e // page.rows], e % page.rows) for e in entries]
         for arena, at, row in rows:
-            runs.append((arena, at, page.offset_bytes + row * data, data))
-            runs.append((arena, at, page.scale_offset_bytes + row * scale, scale))
+            data = page.offset_bytes + row * page.data_stride_bytes
+            scales = page.scale_offset_bytes + row * page.scale_stride_bytes
+            runs.append((arena, at, data, page.data_row_bytes))
+            runs.append((arena, at, scales, page.scale_row_bytes))
     for plane in schema.layout.planes:
         if plane.layer == layer and "tail" in plane.kind:
             size = min(request.length, plane.shape[0]) * plane.strides_bytes[0]

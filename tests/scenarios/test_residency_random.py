@@ -63,6 +63,9 @@ class Pair:
 
 
 class Worlds:
+    # how the two managers are laid out
+    layouts: tuple[dict[str, Any], ...] = ({"entries_apart": False}, {"entries_apart": True})
+
     def __init__(
         self,
         model: str,
@@ -78,9 +81,9 @@ class Worlds:
         spec = MODELS[model]()
         schemas = [
             CacheSchema.build(
-                spec, max_context=CONTEXT, max_draft_tokens=drafts, entries_apart=apart, **options
+                spec, max_context=CONTEXT, max_draft_tokens=drafts, **layout, **options
             )
-            for apart in (False, True)
+            for layout in self.layouts
         ]
         self.model = AttendingModel(schemas[0], vocabulary=VOCABULARY, device=device)
         common: dict[str, Any] = {
@@ -91,14 +94,15 @@ class Worlds:
             "prefix": PrefixOptions(policy=full(), snapshots=6),
             "device": device,
         }
+        below = {}
+        if schemas[1].entries_apart:
+            below = {
+                "host_memory": BLOCKS * schemas[1].bytes.entries,
+                "hot_rows": (1 + drafts) * spec.index_topk + 3,
+            }
         self.managers = (
             KVCacheManager(schemas[0], **common),
-            KVCacheManager(
-                schemas[1],
-                host_memory=BLOCKS * schemas[1].bytes.entries,
-                hot_rows=(1 + drafts) * spec.index_topk + 3,
-                **common,
-            ),
+            KVCacheManager(schemas[1], **below, **common),
         )
         self.texts = [[self.rng.randrange(VOCABULARY) for _ in range(CONTEXT)] for _ in range(3)]
         self.pairs: list[Pair] = []

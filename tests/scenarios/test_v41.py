@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
@@ -26,17 +27,18 @@ from tests.scenarios.test_prefix_hits import check_hit, compute
 from tests.support.attending_model import AttendingModel
 from tests.support.lives import Text, assert_cold, drafted, run_to, tiny_stack
 from tests.support.numbers import Numbers
-from tests.support.stack import Stack, readable_bytes
+from tests.support.stack import PAGE_FORMS, Stack, readable_bytes
 
 TINY = ModelSpec.preset("v41-tiny")
 LENGTHS = (1, 2, 3, 8, 129, 140)
 PAIRS, READER, SINGLES, SECOND, REUSES = 1, 2, 3, 4, 5
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize("cut", [token_by_token, random_splits(0), random_splits(1)])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_bytes_do_not_depend_on_steps(cut: Cut, drafts: int):
-    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts)
+def test_bytes_do_not_depend_on_steps(cut: Cut, drafts: int, form: PageForm):
+    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts, page_form=form)
     whole = live(schema, LENGTHS, in_one_piece)
     assert_same_bytes(whole, live(schema, LENGTHS, cut))
     if cut is token_by_token:
@@ -83,8 +85,9 @@ def test_every_rejection_of_a_step(drafts: int):
             assert_cold(stack, request, true)
 
 
-def test_fork_and_rewind():
-    stack = tiny_stack(2, model=TINY, num_blocks=40)
+@pytest.mark.parametrize("form", PAGE_FORMS)
+def test_fork_and_rewind(form: PageForm):
+    stack = tiny_stack(2, model=TINY, form=form, num_blocks=40)
     stream = stack.stream(0, 400)
     parent = stack.manager.admit_request()
     run_to(stack, parent, stream, 201, chunk=77)
@@ -101,10 +104,11 @@ def test_fork_and_rewind():
     stack.manager.check_invariants()
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize("policy", [full(), periodic(256), zero()], ids=str)
-def test_prefix_hits_are_cold_runs(policy: SnapshotPolicy):
+def test_prefix_hits_are_cold_runs(policy: SnapshotPolicy, form: PageForm):
     options = PrefixOptions(policy=policy, snapshots=16)
-    stack = tiny_stack(1, model=TINY, prefix=options, num_blocks=40)
+    stack = tiny_stack(1, model=TINY, form=form, prefix=options, num_blocks=40)
     prompt = Text.random(stack, 0, 600)
     compute(stack, prompt, 600)
     for nth, boundary in enumerate((128, 384, 512)):

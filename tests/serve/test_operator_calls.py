@@ -111,3 +111,15 @@ def test_quotas_are_set_seen_and_kept(tmp_path: Path) -> None:
         for wrong in ({"device_bytes": -1}, {"device_bytes": 1.5}, {"bytes": 1}, {"disk_bytes": 1}):
             assert client.put("/api/quota/a", json=wrong).status_code == 400, wrong
         assert client.get("/api/quota/a").json()["quota"]["device_bytes"] == 2 * size
+
+
+def test_a_quota_of_host_memory_counts_entries() -> None:
+    with running(quotas=True, host_memory_bytes=64 << 20) as server, server.http() as client:
+        each = server.state.runner.manager.schema.bytes.entries
+        put = client.put("/api/quota/a", json={"host_bytes": 2 * each})
+        assert put.status_code == 200, put.text
+        usage(server, "q" * 150, cache_salt="a")
+        assert client.get("/api/quota/a").json()["host_bytes"] == each
+        large = {"model": "stand-in", "prompt": "z" * 400, "max_tokens": 1, "cache_salt": "a"}
+        refused = client.post("/v1/completions", json=large)
+        assert (refused.status_code, "in host memory, for entries" in refused.text) == (400, True)

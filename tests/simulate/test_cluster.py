@@ -3,6 +3,7 @@ refusals, tiers, residency, and what they cost."""
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,9 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, OutOfBlocks, PoolTooSmall
 from dsv4.model import ModelSpec
 from dsv4.simulate.cluster import Setup, Simulation, simulate
-from dsv4.simulate.device import GrowingAllocator
+from dsv4.simulate.device import GrowingAllocator, Held
+from dsv4.simulate.names import NamedTrail
+from dsv4.simulate.replica import SimJob
 from dsv4.simulate.results import Percentiles, Simulated
 from dsv4.simulate.speeds import Speeds
 from dsv4.simulate.sweep import fewest_replicas, setups
@@ -247,3 +250,33 @@ def test_percentiles_count_steps() -> None:
     values = [float(n) for n in range(1, 101)]
     assert Percentiles.of(values) == Percentiles(p50=50, p90=90, p99=99)
     assert Percentiles.of([5.0, 1.0], [1, 99]) == Percentiles(p50=1, p90=1, p99=1)
+
+
+def test_nothing_makes_cycles_and_so_none_are_looked_for() -> None:
+    """Looking for them takes most of the time of a simulation of a day."""
+    trace, found = load(200), list[str]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        found.append(phase)
+
+    simulation = Simulation(setup(replicas=3, memory_bytes=2 * GB))
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        simulation.run(trace)
+        assert found.count("start") <= 1  # when it is on again
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+    assert not any(isinstance(each, SimJob | Held | NamedTrail) for each in cycles())
+
+
+def cycles() -> list[object]:
+    """What the collector would free now."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        return [*gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

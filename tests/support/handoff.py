@@ -12,6 +12,7 @@ from dsv4.cache.changes import release_now
 from dsv4.cache.handoff.handoff import Handoff
 from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import PageForm
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
@@ -30,6 +31,7 @@ def side(
     ahead: int = 0,
     state: HcaState = "raw",
     model: ModelSpec = TINY,
+    form: PageForm = "planes",
     handoff: dict[str, Any] | None = None,
     **more: Any,
 ) -> Stack:
@@ -38,7 +40,12 @@ def side(
     more.setdefault("num_blocks", 12)
     given = {"model_id": MODEL, "lease_s": PATIENT_S, "deadline_s": PATIENT_S, **(handoff or {})}
     schema = CacheSchema.build(
-        model, max_context=2048, max_draft_tokens=drafts, steps_ahead=ahead, hca_state=state
+        model,
+        max_context=2048,
+        max_draft_tokens=drafts,
+        steps_ahead=ahead,
+        hca_state=state,
+        page_form=form,
     )
     layers = range(len(model.layers))
     return Stack(schema, layers=layers, handoff=HandoffOptions(name=name, **given), **more)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4.cache.pages import PageForm
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
@@ -25,11 +26,17 @@ def tiny_stack(
     state: HcaState = "raw",
     model: ModelSpec = TINY,
     ahead: int = 0,
+    form: PageForm = "planes",
     **options: Any,
 ) -> Stack:
     """All layer kinds of a tiny model, all memory poisoned, weights that are always the same."""
     schema = CacheSchema.build(
-        model, max_context=2048, max_draft_tokens=drafts, steps_ahead=ahead, hca_state=state
+        model,
+        max_context=2048,
+        max_draft_tokens=drafts,
+        steps_ahead=ahead,
+        hca_state=state,
+        page_form=form,
     )
     # a snapshot needs all layers
     all_layers = tuple(range(len(model.layers)))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4.cache.batch import Batch
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
@@ -33,6 +34,7 @@ def batch_of(plan: ForwardPlan | Batch) -> Batch:
 
 POISON = 0xFF
 HCA_STATES: tuple[HcaState, ...] = ("raw", "online")
+PAGE_FORMS: tuple[PageForm, ...] = ("planes", "records")
 
 
 @dataclass

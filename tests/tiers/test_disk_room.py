@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,8 +23,9 @@ import pytest
 from dsv4.errors import InvalidInput
 from dsv4.tiers import disk as disk_module
 from dsv4.tiers import index as index_module
+from dsv4.tiers import rest as rest_module
 from dsv4.tiers.disk import DiskTier
-from dsv4.tiers.record import Key, Kind, Label
+from dsv4.tiers.record import Key, Kind, Label, Record
 from dsv4.tiers.shelves import Shelves
 from dsv4.tiers.tier import Limits, State
 from tests.support.tiers import (
@@ -170,6 +172,46 @@ def test_what_is_held_can_be_reached(root: Path, seed: int) -> None:
     assert loaded or seed > 5
     for tier in tiers:
         tier.close(10.0)
+
+
+@pytest.mark.parametrize("owner", [b"", ROOT])
+def test_the_middle_of_a_prompt_is_not_taken_for_a_beginning(root: Path, owner: bytes) -> None:
+    """As an index that was lost does not know yet how long a block is."""
+    memory, tier = Memory(1 << 20), DiskTier(root, 8 * UNIT, limits=PATIENT)
+    idle(tier)
+    full = rows("others", 8)
+    assert states(wait(tier, tier.store([memory.filled(e) for e in full]))) == [State.DONE] * 8
+    blocks = chain("a prompt", 4, payload_bytes=ROW)
+    blocks = [replace(each, fingerprint=digest("unknown"), owner=owner) for each in blocks]
+    late = blocks[2:] if not owner else blocks[3:]
+    found = states(wait(tier, tier.store([memory.filled(each) for each in late])))
+    assert found == [State.DROPPED] * len(late)
+    assert len(held(root, full)) == 8
+    idle(tier)
+    assert store(tier, [memory.filled(blocks[0])]) == [State.DONE]
+    tier.close(10.0)
+
+
+def test_what_leans_on_a_block_waits_until_that_is_stored_or_not(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, tier = Memory(1 << 20), DiskTier(root, 320 * UNIT, limits=PATIENT)
+    idle(tier)
+    blocks = chain("a prompt", 3, payload_bytes=ROW)
+    write = tier._write
+
+    def fails(record: Record) -> bool:
+        if record.label == blocks[0]:
+            time.sleep(0.3)  # the others begin meanwhile
+            raise OSError(errno.EFBIG, "too large")
+        return write(record)
+
+    monkeypatch.setattr(tier, "_write", fails)
+    assert store(tier, [memory.filled(each) for each in blocks]) == [State.DROPPED] * 3
+    assert not held(root, blocks)
+    monkeypatch.undo()
+    assert store(tier, [memory.filled(each) for each in blocks]) == [State.DONE] * 3
+    tier.close(10.0)
 
 
 def test_a_prompt_that_is_longer_than_the_room_keeps_its_beginning(
@@ -864,3 +906,52 @@ def test_keys_of_a_shelf_are_gone_through_in_pieces(root: Path, memory: Memory) 
         assert store(tier, [memory.filled(each) for each in rows("b", 40)]) == [State.DONE] * 40
         idle(tier)
         assert tier.stats().held_records == len(record_files(root)) == 140
+
+
+# ---- for other threads ---------------------------------------------------------------------------
+
+
+class Rests:
+    """In place of `time`: a clock that each look moves on, and what was slept."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now, self.step_s, self.slept = 100.0, step_s, 0
+
+    def perf_counter(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.slept += 1
+
+
+def test_a_thread_rests_after_some_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Rests(0.3 * rest_module.BUSY_S)
+    monkeypatch.setattr(rest_module, "time", clock)
+    monkeypatch.setattr(rest_module, "_began", threading.local())
+    for _ in range(25):
+        rest_module.rest()
+    assert clock.slept == 7  # the first time, and after each fourth look
+
+
+def test_a_survey_lets_other_threads_run_between_any_two_records(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, tier = Memory(1 << 20), DiskTier(root, 320 * UNIT, limits=PATIENT)
+    store(tier, [memory.filled(each) for each in rows("many", 150)])
+    idle(tier)
+    tier.close(10.0)
+    index_of(root).unlink()
+    clock = Rests(1.0)
+    monkeypatch.setattr(rest_module, "time", clock)
+    again = DiskTier(root, 320 * UNIT, limits=PATIENT)
+    idle(again)
+    assert clock.slept >= 5 * 150  # named, looked up, read, entered, and its owner found
+    again.close(10.0)
+    before = clock.slept
+    smaller = DiskTier(root, 10 * UNIT, limits=PATIENT)
+    idle(smaller)
+    until(lambda: len(record_files(root)) <= 10)
+    assert clock.slept >= before + 140  # one after the other goes
+    smaller.close(10.0)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from dsv4.errors import InvalidInput
+from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import PASSING, HostRow, HostTier
 from dsv4.tiers.record import Kind, Label, Reason, check, seal
 from dsv4.tiers.sizes import HEADER_BYTES
@@ -402,7 +405,7 @@ def test_what_is_remembered_of_records_that_had_to_go_is_bounded(
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capacity_bytes", ["x", None, 1e6, True, -1, 0])
+@pytest.mark.parametrize("capacity_bytes", [None, 1e6, True, -1, 0])
 def test_a_capacity_is_a_whole_number(capacity_bytes: Any) -> None:
     with pytest.raises(InvalidInput, match="capacity_bytes="):
         HostTier(capacity_bytes)
@@ -415,5 +418,13 @@ def test_more_memory_than_there_is_is_refused_with_figures(power: int) -> None:
 
 
 def test_a_tier_of_no_bytes_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="'8 sacks' is not a number of bytes"):
+        HostTier("8 sacks")
     with pytest.raises(InvalidInput, match="capacity_bytes=4095"):
         HostTier(4095)
+
+
+def test_memory_is_given_as_a_number_or_as_people_write_it(tmp_path: Path):
+    with closing(HostTier("8MiB")) as host, closing(DiskTier(tmp_path / "d", "64 MiB")) as disk:
+        assert host.stats().capacity_bytes == 8 << 20
+        assert disk.stats().capacity_bytes == 64 << 20

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.options import zero
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.cache.state import StateLayout
@@ -17,7 +18,7 @@ from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.record import Kind
 from tests.support.lives import TINY, Text, drafted, run_to
-from tests.support.stack import HCA_STATES, readable_bytes
+from tests.support.stack import HCA_STATES, PAGE_FORMS, readable_bytes
 from tests.support.tiered import (
     BLOCK,
     SCHEMA,
@@ -87,12 +88,13 @@ def test_it_comes_back_in_another_manager_with_other_drafts(
     second.close(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("form", PAGE_FORMS)
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0), (3, 2)])
-def test_a_request_of_v41_comes_back_with_other_drafts(before: int, after: int):
+def test_a_request_of_v41_comes_back_with_other_drafts(before: int, after: int, form: PageForm):
     """Its tails leave out the last token of each group."""
     model, tier = ModelSpec.preset("v41-tiny"), HostTier(8 << 20)
-    stack = stack_with([tier], drafts=before, model=model)
-    other = stack_with([tier], drafts=after, model=model)
+    stack = stack_with([tier], drafts=before, model=model, form=form)
+    other = stack_with([tier], drafts=after, model=model, form=form)
     for length in (129, 130):
         text = Text.random(stack, length, 200)
         request = stack.manager.admit_request(text.ids[:100])
@@ -184,6 +186,23 @@ def test_a_tier_that_is_closed_keeps_nothing_and_says_so():
     assert again.resume.start == 256  # its blocks are cached as ever
     run_to(stack, again, text, 350)
     assert_like_cold(stack, again, text)
+
+
+def test_after_the_tiers_of_a_manager_are_closed_a_request_stays_where_it_is():
+    tier = HostTier(8 << 20)
+    stack = stack_with([tier])
+    text = Text.random(stack, 9, 600)
+    request = stack.manager.admit_request(text.ids[:300])
+    run_to(stack, request, text, 300)
+    stack.manager.tiers.close(TIMEOUT_S)
+    with pytest.raises(RequestError, match=r"closed.*suspend it before"):
+        stack.manager.tiers.suspend(request)
+    run_to(stack, request, text, 350)
+    assert_like_cold(stack, request, text)
+    stack.manager.room.release_later(request, suspend=True)  # only released then
+    assert stack.manager.requests == ()
+    stack.manager.check_invariants()
+    tier.close(TIMEOUT_S)
 
 
 def test_what_can_not_be_suspended_says_why():

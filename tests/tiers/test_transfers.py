@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.cache.transfers.aside import MOST_ASKED, Aside
 from dsv4.cache.transfers.fetch import Fetch
@@ -27,6 +28,7 @@ from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.record import Kind
 from tests.support.lives import Text, run_to
+from tests.support.stack import PAGE_FORMS, readable_bytes
 from tests.support.tiered import (
     BLOCK,
     SCHEMA,
@@ -90,11 +92,12 @@ def test_a_new_process_with_other_drafts_goes_on_where_the_old_one_was(
     second.close(TIMEOUT_S)
 
 
-def test_what_v41_stored_comes_back(tmp_path: Path):
+@pytest.mark.parametrize("form", PAGE_FORMS)
+def test_what_v41_stored_comes_back(tmp_path: Path, form: PageForm):
     """Written through while it runs, evicted, fetched: entries of four owners, windows of all
     layers, no pair that waits at a block's end."""
     places = Places("host and disk", tmp_path)
-    stack = stack_with(places.tiers, drafts=2, model=ModelSpec.preset("v41-tiny"))
+    stack = stack_with(places.tiers, drafts=2, model=ModelSpec.preset("v41-tiny"), form=form)
     text = Text.random(stack, 6, 500)
     keep(stack, text, 400)
     for length in (301, 400):
@@ -111,6 +114,38 @@ def test_what_v41_stored_comes_back(tmp_path: Path):
     assert stats.transfers.records_dropped == stats.transfers.records_refused == 0
     stack.manager.check_invariants()
     places.close()
+
+
+def test_pages_of_another_form_are_not_found(tmp_path: Path):
+    """Neither blocks and snapshots nor a suspended request: their bytes lie elsewhere."""
+    tier, model = disk(tmp_path), ModelSpec.preset("v41-tiny")
+    stacks = {form: stack_with([tier], model=model, form=form) for form in PAGE_FORMS}
+    planes, whole = stacks["planes"], stacks["records"]
+    text = Text.random(planes, 6, 500)
+    keep(planes, text, 400)
+    request = run(whole, text, 400)
+    assert request.resume.source == "nothing"
+    assert_like_cold(whole, request, text)
+    whole.manager.release_request(request)
+    assert whole.manager.tiers.drain(TIMEOUT_S)
+    # each finds its own
+    for length, stack, other in ((395, planes, whole), (390, whole, planes)):
+        empty(stack)
+        request = run(stack, text, length)
+        assert (request.resume.source, request.resume.start) == ("snapshot", 3 * BLOCK)
+        before = readable_bytes(stack, request)
+        stack.manager.tiers.suspend(request)
+        assert stack.manager.tiers.drain(TIMEOUT_S)
+        empty(stack)
+        again = other.manager.tiers.resume(text.ids[:length], timeout_s=TIMEOUT_S)
+        assert again.resume.source != "state"
+        other.manager.release_request(again)
+        again = stack.manager.tiers.resume(text.ids[:length], timeout_s=TIMEOUT_S)
+        assert again.resume.source == "state"
+        for name, rows in readable_bytes(stack, again).items():
+            assert rows.equal(before[name]), name
+        stack.manager.release_request(again)
+    tier.close(TIMEOUT_S)
 
 
 def test_blocks_in_flight_are_nobodys(tmp_path: Path):

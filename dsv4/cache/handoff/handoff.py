@@ -336,7 +336,7 @@ class Handoff:
         """Releases an offer that is over, or an arrival that is not written to any more."""
         if isinstance(item, Lease):
             if item.name in self.leases.held:
-                self.side.table.holdings.release(item)
+                self.side.table.holdings.release_within_quotas(item)
                 self.side.rows.give_back(item.row.number)
                 self.leases.forget(item)
         elif isinstance(item, Arrival) and item in self.arrivals.open:

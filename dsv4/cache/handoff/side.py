@@ -87,7 +87,9 @@ def words(schema: CacheSchema) -> str:
     """What people need in order to see why two schemas differ."""
     formats = (schema.entry_format, schema.window_format, schema.index_format)
     apart = ", entries apart (host_memory)" if schema.bytes.entries else ""
+    form = "" if schema.page_form == "planes" else f", page_form={schema.page_form}"
     return (
         f"{schema.model.name}, {len(schema.layers)} layers, block_tokens={schema.block_tokens}, "
-        f"hca_state={schema.hca_state}, formats {' '.join(each.name for each in formats)}{apart}"
+        f"hca_state={schema.hca_state}, formats {' '.join(each.name for each in formats)}"
+        f"{form}{apart}"
     )

@@ -45,7 +45,7 @@ class Prefixes:
     def __init__(self, parts: Parts, release_deferred: Callable[[], None]) -> None:
         self._guard, self._release_deferred = parts.guard, release_deferred
         self._prefix, self._admission = parts.prefix, parts.admission
-        self._allocator = parts.table.allocator
+        self._allocator, self._supply = parts.table.allocator, parts.table.supply
 
     def __bool__(self) -> bool:
         """Whether the manager has a prefix cache."""
@@ -82,6 +82,7 @@ class Prefixes:
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Lets a pinned prefix be evicted again."""
         self._prefix.required().pins.unpin(pinned)
+        self._supply.trim(pinned.nodes[0].root)
 
     @changes
     def evict(self, blocks: int | None = None) -> int:

@@ -13,7 +13,9 @@ class Quota:
 
     `device_bytes` counts blocks on the device: those that requests hold and those that are only
     cached. `host_bytes` counts what a HostTier keeps, `disk_bytes` what a DiskTier keeps: blocks,
-    snapshots and suspended requests, in whole units of 4 KiB.
+    snapshots and suspended requests, in whole units of 4 KiB. With `host_memory`, `host_bytes`
+    counts the entries of the blocks on the device too, each once: a record that shares them adds
+    only the rest of it.
     """
 
     device_bytes: int | None = None
@@ -31,8 +33,8 @@ class Quota:
 class QuotaUse:
     """What a salt has now, `device_bytes`, `host_bytes` and `disk_bytes`, and may have, its
     `quota`. `cached_bytes` of those on the device are in use by no request, `pinned_bytes` of them
-    stay until they are unpinned. Without such a tier, the bytes there are 0; None: the disk's index
-    does not answer now."""
+    stay until they are unpinned. Where the manager keeps nothing, the bytes are 0; None: the disk's
+    index does not answer now."""
 
     salt: str | None
     quota: Quota

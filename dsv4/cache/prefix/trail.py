@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
@@ -39,7 +39,9 @@ def token_ids(given: TokenIds) -> Ids:
             is_tensor = torch is not None and isinstance(ids, torch.Tensor)
             ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise InvalidInput(f"token ids are not a list of numbers: {error}") from error
+        raise InvalidInput(
+            f"token ids are not one row of whole numbers, which is what a request has: {error}"
+        ) from error
     is_list = ids is not given and isinstance(given, Sequence)
     has_flags = is_list and not _BOOLEANS.isdisjoint(map(type, given))
     if has_flags or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -53,10 +55,12 @@ def token_ids(given: TokenIds) -> Ids:
 
 
 def _refuse_ids(given: object, ids: NDArray[Any], *, has_flags: bool) -> NoReturn:
-    if isinstance(given, str | bytes):
+    found = f"token ids: got {type(given).__name__}"
+    if isinstance(given, Mapping):  # what tokenizers return
+        raise InvalidInput(f"{found}: give its input_ids, one row of them for each request")
+    if isinstance(given, str | bytes | None):
         raise InvalidInput(
-            f"token ids: got {type(given).__name__}: tokenize it first; a prompt is one row of "
-            f"whole numbers, or a count"
+            f"{found}: tokenize it first; a prompt is one row of whole numbers, or a count"
         )
     if has_flags:
         raise InvalidInput("token ids hold True or False: give them as whole numbers")
@@ -246,7 +250,8 @@ class TokenTrail:
             wrong = start + int(np.flatnonzero(known != ids[: len(known)])[0])
             raise InvalidInput(
                 f"token {wrong} was given as {self._ids[wrong]} before and as "
-                f"{ids[wrong - start]} now: rewind the request to change its tokens"
+                f"{ids[wrong - start]} now: give the ids of the tokens that ran (after a hit those "
+                f"of request.resume.run); to change tokens, rewind the request first"
             )
 
     def learn(self, start: int, ids: Ids) -> None:

@@ -12,7 +12,8 @@ Without a host tier every block has the row of its own number.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -48,6 +49,19 @@ class HostRows:
     def part(self, block_id: int) -> None:
         """The block no longer needs its row."""
 
+    def expect(self, block_id: int, owner: bytes) -> None:
+        """A block in flight for an owner, which may get the row of a record: it counts once it has
+        one."""
+
+    def apart_from_blocks(self, owner: bytes) -> tuple[int, int]:
+        """How many rows only records of an owner have, and how many of its blocks have none yet and
+        do not count. In any thread."""
+        return 0, 0
+
+    def used(self, taken: int) -> int:
+        """How many rows blocks and records have, if `taken` blocks are not free."""
+        return taken
+
     def rebuild(self, kept: Collection[int]) -> None:
         """After an interrupt: only these blocks have a row."""
 
@@ -62,6 +76,9 @@ class SharedHostRows(HostRows):
 
     The host must not write a row that the device still reads: a row that became free is given to
     `take_quiet` only after the device has passed a mark (`make_mark`) that was set later.
+
+    For quotas every block counts that is not free, with or without a row: it can have one whenever
+    it needs one. So what is counted here is the difference.
     """
 
     shares = True
@@ -72,7 +89,7 @@ class SharedHostRows(HostRows):
         self.row_of.fill(NO_ROW)
         self.total = rows
         self._block_of = np.full(rows, NO_ROW, dtype=np.int32)
-        self.memory, self._width = memory, memory.nbytes // rows
+        self.memory, self.width = memory, memory.nbytes // rows
         self._loans: dict[int, Loan] = {}
         self._returned: deque[int] = deque()  # by records that ended, in any thread
         # free rows: those that the device does not read, and those that it may still read, with the
@@ -84,6 +101,11 @@ class SharedHostRows(HostRows):
         self._clock = 0
         self.make_mark: Callable[[], Passing]
         self.reclaim: Callable[[], bool] = lambda: False
+        self._counting = threading.Lock()  # records begin and end in any thread
+        self._of_records: dict[int, bytes] = {}  # rows that only a record has, and whose it is
+        self._records_of: Counter[bytes] = Counter()
+        self._expected: dict[int, bytes] = {}  # blocks in flight without a row
+        self._expected_of: Counter[bytes] = Counter()
 
     # ---- rows of blocks ------------------------------------------------------------------------
 
@@ -102,7 +124,7 @@ class SharedHostRows(HostRows):
     def _give(self, block_id: int, row: int | None) -> bool:
         if row is None:
             return False
-        self.part(block_id)
+        self._part(block_id)
         self._own(block_id, row)
         return True
 
@@ -113,11 +135,17 @@ class SharedHostRows(HostRows):
         return bool(self._settling)
 
     def part(self, block_id: int) -> None:
+        self._expect_no_more(block_id)
+        self._part(block_id)
+
+    def _part(self, block_id: int) -> None:
         row = int(self.row_of[block_id])
         if row == NO_ROW:
             return
         self.row_of[block_id] = self._block_of[row] = NO_ROW
-        if not self.is_lent(row):
+        if self.is_lent(row):
+            self._count(row)
+        else:
             self._add_free(row)
 
     def take_over(self, block_id: int, loan: Loan) -> bool:
@@ -125,17 +153,51 @@ class SharedHostRows(HostRows):
         same bytes has that row, it gets a row with a copy; returns whether there was one."""
         assert not loan.over
         if self._block_of[loan.row] == NO_ROW:
-            self.part(block_id)
+            self._part(block_id)
             self._own(block_id, loan.row)
         elif self.row_of[block_id] != loan.row:
             if not self.take_quiet(block_id):
                 return False
-            start = int(self.row_of[block_id]) * self._width
-            self.memory[start : start + self._width] = loan.memory
+            start = int(self.row_of[block_id]) * self.width
+            self.memory[start : start + self.width] = loan.memory
         return True
 
     def _own(self, block_id: int, row: int) -> None:
         self.row_of[block_id], self._block_of[row] = row, block_id
+        if self.is_lent(row):
+            self._count(row)
+        self._expect_no_more(block_id)
+
+    # ---- whose rows ----------------------------------------------------------------------------
+
+    def expect(self, block_id: int, owner: bytes) -> None:
+        if self.row_of[block_id] == NO_ROW and block_id not in self._expected:
+            self._expected[block_id] = owner
+            self._expected_of[owner] += 1
+
+    def _expect_no_more(self, block_id: int) -> None:
+        owner = self._expected.pop(block_id, None)
+        if owner is not None:
+            _take_one(self._expected_of, owner)
+
+    def apart_from_blocks(self, owner: bytes) -> tuple[int, int]:
+        return self._records_of[owner], self._expected_of[owner]
+
+    def used(self, taken: int) -> int:
+        return int(np.count_nonzero(self._block_of != NO_ROW)) + len(self._of_records)
+
+    def _count(self, row: int) -> None:
+        """The block or the record of a row has changed."""
+        with self._counting:
+            loan, owner = self._loans.get(row), None
+            if loan is not None and loan.is_out and self._block_of[row] == NO_ROW:
+                owner = loan.record_owner
+            before = self._of_records.pop(row, None)
+            if owner is not None:
+                self._of_records[row] = owner
+                self._records_of[owner] += 1
+            if before is not None:
+                _take_one(self._records_of, before)
 
     # ---- rows of records -----------------------------------------------------------------------
 
@@ -148,11 +210,17 @@ class SharedHostRows(HostRows):
         row = int(self.row_of[block_id])
         assert row != NO_ROW
         assert not self.is_lent(row)
-        memory = self.memory[row * self._width : (row + 1) * self._width]
+        memory = self.memory[row * self.width : (row + 1) * self.width]
         self._loans[row] = loan = Loan(
-            row, memory, is_needed=self._is_needed, end=self._returned.append
+            row, memory, is_needed=self._is_needed, change=self._note_loan
         )
         return loan
+
+    def _note_loan(self, loan: Loan) -> None:
+        """A record has it, or has given it back. In any thread."""
+        self._count(loan.row)
+        if loan.over:
+            self._returned.append(loan.row)
 
     def _is_needed(self, row: int) -> bool:
         return bool(self._block_of[row] != NO_ROW)
@@ -227,6 +295,8 @@ class SharedHostRows(HostRows):
                 owners.setdefault(row, block_id)
         self.row_of.fill(NO_ROW)
         self._block_of.fill(NO_ROW)
+        self._expected.clear()
+        self._expected_of.clear()
         for row, block_id in owners.items():
             self._own(block_id, row)
         self._quiet, self._unquiet = {}, {}
@@ -235,6 +305,7 @@ class SharedHostRows(HostRows):
         for row in range(self.total):
             if row not in owners and not self.is_lent(row):
                 self._add_free(row)
+            self._count(row)
 
     def check_invariants(self) -> None:
         owned = {int(row): b for b, row in enumerate(self.row_of) if row != NO_ROW}
@@ -247,3 +318,21 @@ class SharedHostRows(HostRows):
             raise Dsv4Error("rows of host memory are lost: no block, no record and not free")
         if strays := {*owned, *lent}.intersection(free):
             raise Dsv4Error(f"rows {sorted(strays)[:8]} of host memory are free, but in use")
+        self._check_counts()
+
+    def _check_counts(self) -> None:
+        with self._counting:
+            loans = {row: loan for row, loan in self._loans.items() if loan.is_out}
+            whose = {r: loan.record_owner for r, loan in loans.items() if self._block_of[r] < 0}
+            known = {row: owner for row, owner in whose.items() if owner is not None}
+            agree = known == self._of_records and self._records_of == Counter(known.values())
+        if not agree:
+            raise Dsv4Error("rows of records are counted for others than have them")
+        if any(self.row_of[block_id] != NO_ROW for block_id in self._expected):
+            raise Dsv4Error("a block has a row of host memory, and does not count for its owner")
+
+
+def _take_one(counts: Counter[bytes], owner: bytes) -> None:
+    counts[owner] -= 1
+    if not counts[owner]:
+        del counts[owner]

@@ -184,6 +184,11 @@ class ResidentAllocator(BlockAllocator):
         away = self._places.in_host & (self._places.row_of == NO_ROW)
         return [int(block_id) for block_id in away.nonzero()[0]]
 
+    def host_rows_of(self, owner: bytes, *, blocks: bool = True, records: bool = True) -> int:
+        of_records, coming = self._places.hosts.apart_from_blocks(owner)
+        of_blocks = self.owners.used.get(owner, 0) - coming
+        return of_blocks * blocks + of_records * records
+
     def _free_again(self, block_ids: Sequence[int]) -> None:
         super()._free_again(block_ids)
         self._places.forget(block_ids)

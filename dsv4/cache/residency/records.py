@@ -3,8 +3,11 @@ shares the block's row of host memory, so that each entry is there once."""
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor
 
+from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.residency.host_rows import SharedHostRows
 from dsv4.cache.residency.residency import Residency
 from dsv4.cache.transfers.copies import BlockMemory, Landing, Rows
@@ -31,12 +34,20 @@ class SharedBlocks(ResidentBlocks):
 
     shares = True
 
-    def __init__(self, rows: Tensor, residency: Residency, hosts: SharedHostRows) -> None:
+    def __init__(
+        self,
+        rows: Tensor,
+        residency: Residency,
+        hosts: SharedHostRows,
+        allocator: BlockAllocator,
+    ) -> None:
         super().__init__(rows, residency)
-        self._hosts = hosts
+        self._hosts, self._allocator = hosts, allocator
+        self.loan_bytes = hosts.width
 
     def share(self, host: HostTier) -> tuple[memoryview, ...]:
         self._hosts.reclaim = host.drop_loan
+        host.lender = HostBytes(self._allocator, self.loan_bytes)
         return (self._hosts.memory,)
 
     def source(self, block_id: int) -> Rows | None:
@@ -49,11 +60,30 @@ class SharedBlocks(ResidentBlocks):
         row = int(self._hosts.row_of[block_id])
         return None if self._hosts.is_lent(row) else self._hosts.lend(block_id)
 
-    def landing(self, block_id: int) -> Landing:
+    def landing(self, block_id: int, owner: bytes) -> Landing:
+        self._hosts.expect(block_id, owner)
         return SharedLanding(block_id, self._residency, self._hosts)
 
     def pump(self) -> None:
         self._residency.copies.pump()
+
+
+class HostBytes:
+    """What a manager has in host memory for the prompts of an owner, in bytes. The tier that asks
+    may outlive the manager."""
+
+    def __init__(self, allocator: BlockAllocator, row_bytes: int) -> None:
+        self._allocator, self._row_bytes = weakref.ref(allocator), row_bytes
+
+    def needed_bytes(self, owner: bytes) -> int:
+        allocator = self._allocator()
+        rows = 0 if allocator is None else allocator.host_rows_of(owner, records=False)
+        return rows * self._row_bytes
+
+    def lent_bytes(self, owner: bytes) -> int:
+        allocator = self._allocator()
+        rows = 0 if allocator is None else allocator.host_rows_of(owner, blocks=False)
+        return rows * self._row_bytes
 
 
 class SharedLanding:
@@ -83,11 +113,11 @@ class SharedLanding:
         return self._residency.target_of(self._block_id)
 
 
-def blocks_of(rows: Tensor, residency: Residency | None) -> BlockMemory:
+def blocks_of(rows: Tensor, residency: Residency | None, allocator: BlockAllocator) -> BlockMemory:
     """The blocks of a manager."""
     if residency is None:
         return BlockMemory(rows)
     hosts = residency.places.hosts
     if isinstance(hosts, SharedHostRows):
-        return SharedBlocks(rows, residency, hosts)
+        return SharedBlocks(rows, residency, hosts, allocator)
     return ResidentBlocks(rows, residency)

@@ -380,7 +380,8 @@ class Residency:
     # ---- looking ---------------------------------------------------------------------------------
 
     def stats(self) -> ResidencyStats:
-        places = self.places
+        places, allocator = self.places, self._table.allocator
+        taken = allocator.total - allocator.free
         in_host = int(np.count_nonzero(places.in_host))
         only_host = int(np.count_nonzero(places.in_host & (places.row_of == NO_ROW)))
         fetched = [
@@ -391,6 +392,7 @@ class Residency:
         ]
         return ResidencyStats(
             host_bytes=self._pool.memory_bytes(),
+            host_bytes_used=self._hosts.used(taken) * self._table.schema.bytes.entries,
             rows_total=places.rows,
             rows_free=places.free,
             blocks_on_device=places.on_device,

@@ -203,8 +203,11 @@ def _check_each(
     steps: Sequence[Step], table: RequestTable
 ) -> tuple[tuple[Request, ...], tuple[int, ...]]:
     """The requests and counts of a step, each looked at. RequestError, PlanError."""
-    if any(not isinstance(step, tuple) or len(step) not in (2, 3) for step in steps):
-        raise PlanError("a step is (request, new tokens) or (request, new tokens, start)")
+    wrong = [step for step in steps if not isinstance(step, tuple) or len(step) not in (2, 3)]
+    if wrong:
+        raise PlanError(
+            f"a step is (request, new tokens) or (request, new tokens, start), got {wrong[0]!r}"
+        )
     if len({id(step[0]) for step in steps}) != len(steps):
         raise PlanError("a request is twice in one step: merge its tokens")
     for step in steps:
@@ -232,7 +235,8 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int]) ->
         kept = np.empty(0, dtype=np.bool_)
     if kept.shape != plan.counts.shape or (kept.size and kept.dtype.kind not in "iu"):
         raise PlanError(
-            f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"
+            f"accepted must be a list of {len(plan.counts)}: a whole number for each request, got "
+            f"{accepted!r}"
         )
     kept, most = kept.astype(np.int64), schema.max_decode_tokens
     # as unsigned numbers, negative ones are too large

@@ -89,6 +89,7 @@ def staging_page(schema: CacheSchema, *, max_requests: int, max_tokens: int) -> 
         offset_bytes=0,
         rows=staging_rows(schema, max_requests=max_requests, max_tokens=max_tokens),
         format=schema.window_format,
+        form=schema.page_form,  # one kernel writes both pages with one set of strides
     )
 
 

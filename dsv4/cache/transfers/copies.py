@@ -239,6 +239,7 @@ class BlockMemory:
     """Blocks that are one row of the device each."""
 
     shares = False  # whether records of blocks have loans
+    loan_bytes = 0  # of each
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -263,7 +264,8 @@ class BlockMemory:
         """Where what is copied for a record arrives."""
         return self.whole(block_id)
 
-    def landing(self, block_id: int) -> Landing | None:
+    def landing(self, block_id: int, owner: bytes) -> Landing | None:
+        """A block in flight, for a prompt of this owner."""
         return None
 
     def pump(self) -> None:

@@ -115,6 +115,7 @@ class Fetches:
             raise
         if is_over:
             self._end(fetch)
+            self._table.supply.trim_for(fetch.trail)
 
     def steps(self, fetch: Fetch) -> Iterator[None]:
         """All of a fetch. It may stop at any yield: what it has taken is recorded in the fetch, and
@@ -178,7 +179,7 @@ class Fetches:
             fetch.block_ids = reserved.block_ids
             fetch.block_ids = supply.settle_in_flight(reserved)
         for item, block_id in zip(found, fetch.block_ids, strict=False):
-            item.landing = self._blocks.landing(block_id)
+            item.landing = self._blocks.landing(block_id, fetch.trail.root)
             item.target = self._blocks.target(block_id)
         return found[:count]
 
@@ -284,6 +285,11 @@ class Fetches:
         row = self.take_state(fetch)
         if row is not None:
             self.route.host.release(row)
+
+    def cancel_now(self, fetch: Fetch) -> None:
+        """`cancel`; what it alone kept and is above a quota goes."""
+        self.cancel(fetch)
+        self._table.supply.trim_for(fetch.trail)
 
     def abandon_all(self) -> None:
         """After an interrupt: ends everything that is open, whatever was half done. Copies to the

@@ -152,7 +152,9 @@ class Offload(Observer):
                 if loan is not None:  # computed again: one of two equal rows is enough
                     self._host.take_loan(label, loan)
             return False
-        is_wanted = route.has_below or not (self._host.is_lost(label) or self._host.is_full(label))
+        loan_bytes = 0 if new.is_snapshot else self._blocks.loan_bytes
+        is_full = self._host.is_full(label, loan_bytes=loan_bytes)
+        is_wanted = route.has_below or not (is_full or self._host.is_lost(label))
         is_busy = not is_first or self._copying > 0 or not self._worker.idle or bool(route.open)
         if is_wanted and is_busy:
             return True

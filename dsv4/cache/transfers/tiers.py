@@ -24,12 +24,12 @@ from dsv4.cache.transfers.fetch import Fetch, Fetches
 from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.offload import Offload, Route, Suspended
 from dsv4.cache.transfers.worker import Worker
-from dsv4.errors import InvalidInput, RecoveryNeeded, ThreadError, require_timeout
+from dsv4.errors import InvalidInput, RecoveryNeeded, RequestError, ThreadError, require_timeout
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Kind, Region
 from dsv4.tiers.sizes import HEADER_BYTES, padded
-from dsv4.tiers.tier import Tier, TierStats
+from dsv4.tiers.tier import CLOSE_S, Tier, TierStats
 
 if TYPE_CHECKING:
     from dsv4.cache.manager import KVCacheManager
@@ -78,10 +78,12 @@ class Tiers:
             worker=Worker(self.host, below, host_is_tier=bool(hosts)),
             notices=prefix.notices,
         )
-        blocks = blocks_of(memory.block_arena.bytes, parts.residency)
+        blocks = blocks_of(memory.block_arena.bytes, parts.residency, parts.table.allocator)
         for shared in blocks.share(self.host):
             for tier in below:
                 tier.register(Region(name="entries", memory=shared))
+        if blocks.shares:
+            parts.table.supply.make_room = self.host.keep_limit
         self.offload = Offload(
             self.route,
             prefix=prefix,
@@ -137,10 +139,15 @@ class Tiers:
         blocks are released at once; its whole blocks stay cached as usual.
 
         The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle of
-        a replay no state is kept; what is missing is computed again. Raises InvalidInput,
-        RequestError.
+        a replay no state is kept; what is missing is computed again. Raises InvalidInput;
+        RequestError, also after `close`, which nothing is stored after.
         """
         self._parts.steps.require_unplanned(request)
+        if not self.route.tiers:
+            raise RequestError(
+                f"manager.tiers is closed, so nothing would keep the state of request "
+                f"{request.serial}: suspend it before close, or release it"
+            )
         if request.condition is not Condition.INCOMPLETE:  # not all of whose ids are known
             request.require("suspend")
         known = 0 if request.trail is None else len(request.trail.ids)
@@ -168,7 +175,7 @@ class Tiers:
         return self._drain(require_timeout(timeout_s))
 
     @changes
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Cancels fetches, drains for at most `timeout_s`, and ends the thread. From now on
         nothing is stored and nothing is loaded; the manager can still be used. Closes no tier: they
         belong to the caller. A manager that is dropped does the same, without waiting, when it is
@@ -220,7 +227,7 @@ class Tiers:
 
     @changes
     def _cancel_fetch(self, fetch: Fetch) -> None:
-        self.fetches.cancel(fetch)
+        self.fetches.cancel_now(fetch)
 
     def _admit(
         self, prompt: TokenIds | Prompt, salt: str | None, timeout_s: float, *, last: int

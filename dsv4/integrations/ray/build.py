@@ -33,7 +33,8 @@ def build(options: RayOptions) -> Application:
         num_replicas=options.ingresses,
         max_ongoing_requests=options.server.max_connections,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=options.drain_s,
+        # its streams end with it, so it has the time of the longest one
+        graceful_shutdown_timeout_s=max(options.drain_s, options.server.request_timeout_s),
         **_health(),
     )(serve.ingress()(Ingress))
     application: Application = ingress.bind(options, router, decode, prefill)

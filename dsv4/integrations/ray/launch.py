@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNIN
 ENVIRONMENT = {  # of a cluster that is started here, unless it says otherwise
     "RAY_USAGE_STATS_ENABLED": "0",  # sends nothing elsewhere unasked
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 are too few where cores are shared
+    "RAY_worker_niceness": "0",  # Ray's 15 is for work in the background, not for who answers
 }
 
 
@@ -58,7 +60,7 @@ def run(
             on_start(url)
         ended.wait()
         LOGGER.info("draining")
-        serve.delete(APPLICATION)
+        _drain(options.drain_s)
     finally:
         if address is None:
             serve.shutdown()
@@ -82,6 +84,14 @@ def start_cluster(cpus: int) -> None:
                     f"under /tmp/ray/session_latest/logs; on a busy machine, try when it is less so"
                 ) from error
             LOGGER.warning("Ray did not start (%s): once more", error)
+
+
+def _drain(seconds: float) -> None:
+    """Takes the application away, and waits until its streams have ended, for this long."""
+    serve.delete(APPLICATION, _blocking=False)  # Ray's own waiting raises after a minute
+    until = time.monotonic() + seconds
+    while APPLICATION in serve.status().applications and time.monotonic() < until:
+        time.sleep(0.2)
 
 
 def _join(options: RayOptions, address: str | None) -> None:

@@ -46,6 +46,7 @@ ROUTER_S = 1.0  # that a choice may take; then Ray Serve chooses
 ROUTER_PAUSE_S = 2.0  # without asking a router that has not answered
 ADMISSION_S = 30.0  # that a request waits for a replica to accept it
 PAUSE_S = 0.1  # after a leg that broke
+MOST_PATIENCE = 4  # times `silence_s`, for a replica of an answer that has met silent ones
 MOST_FAILURES = 3  # legs that ended with an error of their replica, of one answer
 
 CUT_SHORT = Failure(
@@ -59,6 +60,10 @@ CUT_SHORT = Failure(
 
 class Lost(Exception):
     """A leg has broken; another replica can go on."""
+
+
+class Silent(Lost):
+    """The replica has said nothing for too long. It may only be slow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +89,7 @@ class Course:
     broken: bool = False  # since its newest token
     found: Found | None = None
     failures: int = 0
+    silences: int = 0
 
     @property
     def data(self) -> Generation:
@@ -293,7 +299,9 @@ class RemoteRunner:
         """Returns the offer that it ends with. Raises Lost, ApiError."""
         ask = self._ask(course, role, replica, offer)
         at = replica
-        messages = self._hear(self._handles[role], ask)
+        # where all are slow, moving from one to the next would make them slower
+        patience = min(1 + course.silences, MOST_PATIENCE) * self._options.silence_s
+        messages = self._hear(self._handles[role], ask, patience)
         try:
             async for message in messages:
                 match message:
@@ -315,7 +323,8 @@ class RemoteRunner:
                             "the replica has ended it" if failure is None else failure.message
                         )
             raise Lost("the stream has ended early")
-        except Lost:
+        except Lost as lost:
+            course.silences += isinstance(lost, Silent)
             if at is not None:
                 course.avoided.add(at)
             raise
@@ -334,18 +343,20 @@ class RemoteRunner:
         if failure.is_final or refused or course.failures >= MOST_FAILURES:
             raise failure.error()
 
-    async def _hear(self, handle: DeploymentHandle[Any], ask: Ask) -> AsyncGenerator[Message, None]:
-        """Raises Lost when the replica is gone or says nothing for too long."""
+    async def _hear(
+        self, handle: DeploymentHandle[Any], ask: Ask, patience_s: float
+    ) -> AsyncGenerator[Message, None]:
+        """Raises Lost when the replica is gone or says nothing for this long."""
         response: Any = handle.options(stream=True).generate.remote(ask)
         try:
             while True:
                 try:
-                    async with asyncio.timeout(self._options.silence_s):
+                    async with asyncio.timeout(patience_s):
                         message: Message = await anext(response)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
-                    raise Lost(f"silent for {self._options.silence_s:g} s") from None
+                    raise Silent(f"silent for {patience_s:g} s") from None
                 except Exception as error:  # whatever Ray raises for an actor that has died
                     raise Lost(f"{type(error).__name__}") from error
                 yield message

@@ -8,15 +8,18 @@ their events from the beginning. Without one, Ray Serve chooses, by queues alone
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from dsv4.events.follower import Follower
 from dsv4.integrations.ray.messages import Announcement, Ids, Role, Way
 from dsv4.routing.router import Router, Routing
 
+LOGGER = logging.getLogger("dsv4.ray")
 MOST_SILENCE_S = 3.0  # after which a replica that announces nothing gets no requests
 MOST_BLOCKS = 1 << 20
 
@@ -68,7 +71,10 @@ class RouterReplica:
         self._routers: dict[Role, Router[str]] = {}
 
     async def announce(self, about: Announcement) -> None:
-        """A replica takes requests."""
+        """A replica takes requests. One that says what cannot be has said nothing."""
+        if not 0 <= about.load < inf:
+            LOGGER.warning("%s says that its load is %s: not heard", about.replica, about.load)
+            return
         now, members = time.monotonic(), self._members[about.role]
         member = members.get(about.replica)
         if member is not None and member.newest.endpoint == about.endpoint:
