@@ -111,7 +111,7 @@ def _measure(
         max_step_tokens=batch * tokens,
         device="cuda",
     )
-    manager.slot_arena.bytes.view(torch.bfloat16).normal_()
+    manager.memory.slot_arena.bytes.view(torch.bfloat16).normal_()
     requests = [manager.admit_request(start + tokens) for _ in range(batch)]
     for request in requests:  # as if `start` tokens had been computed
         set_length(manager, request, start)
@@ -140,7 +140,7 @@ def _measure(
 
 def compressors(schema: CacheSchema, layer: int) -> list[CompressorLayout]:
     """The main compressor of a layer and the indexer's, where it has them."""
-    found = [schema.compressor(layer, "main"), schema.compressor(layer, "index")]
+    found = [schema.layout.compressor(layer, "main"), schema.layout.compressor(layer, "index")]
     return [layout for layout in found if layout is not None]
 
 
@@ -157,7 +157,7 @@ def random_weights(
         for layout in compressors(schema, layer)
     ]
     made += [None] * (2 - len(made))
-    main, width = schema.compressor(layer, "main"), schema.model.index_dim
+    main, width = schema.layout.compressor(layer, "main"), schema.model.index_dim
     projection = None
     if main is not None and main.key_page is not None:
         weight = torch.randn(width, main.width, device=device).to(torch.bfloat16)

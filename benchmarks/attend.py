@@ -304,8 +304,8 @@ class Shared:
         schema = CacheSchema.build(row.spec(), max_context=row.context)
         model = schema.model
         ratio = model.layers[row.layer].ratio
-        window_page = schema.page("window", row.layer)
-        entry_page = schema.page("entries", row.layer)
+        window_page = schema.layout.page("window", row.layer)
+        entry_page = schema.layout.page("entries", row.layer)
         assert window_page is not None
         assert entry_page is not None
         visible = row.context // ratio
@@ -314,9 +314,9 @@ class Shared:
         moved = batch * (key_bytes + 2 * 2 * model.heads * model.head_dim)
         sets = sets_to_outgrow_l2(moved, max_sets)
         blocks = min(
-            max(sets, 2) * batch * schema.max_blocks_per_request, arena_bytes // schema.block_bytes
+            max(sets, 2) * batch * schema.max_blocks_per_request, arena_bytes // schema.bytes.block
         )
-        slot_arena = _filled(batch, schema.slot_bytes, window_page, device)
+        slot_arena = _filled(batch, schema.bytes.slot, window_page, device)
         rows = torch.arange(batch, dtype=torch.int32, device=device)
         last = torch.full_like(rows, row.context - 1)
         backend = load_backend("triton", torch.device(device))
@@ -329,7 +329,7 @@ class Shared:
                 arena=slot_arena, page=window_page, window=model.window, staged=False
             ),
             blocks=blocks,
-            block_arena=_filled(blocks, schema.block_bytes, entry_page, device),
+            block_arena=_filled(blocks, schema.bytes.block, entry_page, device),
             entry_page=entry_page,
             ratio=ratio,
             visible=visible,

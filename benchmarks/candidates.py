@@ -53,14 +53,14 @@ def make_work(
 ) -> Work:
     """Calls over keys of different blocks, and the same selections without candidates."""
     schema = CacheSchema.build(model, max_context=entries * model.layers[layer].ratio)
-    page = schema.page("index_keys", layer)
+    page = schema.layout.page("index_keys", layer)
     assert page is not None
     blocks, span = entries // page.rows, model.candidate_block_entries
     scored = entries if publish else min(entries, model.candidate_blocks * span)
     key_bytes = requests * scored * page.format.record_bytes
     sets = sets_to_outgrow_l2(key_bytes, MAX_SETS)
     arena = torch.empty(
-        (sets * requests * blocks, schema.block_bytes), dtype=torch.uint8, device=device
+        (sets * requests * blocks, schema.bytes.block), dtype=torch.uint8, device=device
     )
     for offset, width, low, high in (
         (page.offset_bytes, page.format.data_row_bytes, 0, 256),

@@ -99,7 +99,7 @@ class DecodeStep:
         self.counts = [1] * decodes + [chunk] * (batch - decodes)
         self.tokens = sum(self.counts)
         self.blocks_named = batch * self.schema.max_blocks_per_request
-        fitting = block_arena_bytes // self.schema.block_bytes
+        fitting = block_arena_bytes // self.schema.bytes.block
         self.blocks = min(self.blocks_named, max(fitting, batch + 1))
         self.manager = KVCacheManager(
             self.schema,
@@ -133,7 +133,7 @@ class DecodeStep:
     def compile(self) -> None:
         """Makes the kernels of the step in as many processes as there are processors, and launches
         none: one after the other they take longer than what is timed."""
-        self.manager.backend.warm_up(
+        self.manager._parts.backend.warm_up(
             partial(self.run, PARTS), workers=available_processors(), progress=lambda *_: None
         )
 
@@ -233,7 +233,7 @@ class DecodeStep:
 
     def _fill_arenas(self) -> None:
         """Bytes that are small numbers in every format; index keys and scales as they would be."""
-        for arena in (self.manager.block_arena, self.manager.slot_arena):
+        for arena in (self.manager.memory.block_arena, self.manager.memory.slot_arena):
             words = arena.bytes.view(torch.int64)
             words.random_().bitwise_and_(0x0707070707070707).bitwise_or_(0x3838383838383838)
         codes = [part.code for part in self.schema.entry_format.parts if part.code is not None]
@@ -264,7 +264,7 @@ class DecodeStep:
             phase = (nth + 1) % PHASES if count == 1 else 0
             set_length(self.manager, request, self.context - count - phase)
         slots = [request.slot for request in self.requests]
-        self.manager.block_table[slots] = table.int().to(self.manager.device)
+        self.manager.memory.block_table[slots] = table.int().to(self.manager.device)
 
     def _make_inputs(self, device: str) -> None:
         """Inputs are shared by the layers of a kind: in a model they come from the launch before,

@@ -250,8 +250,8 @@ def namespace(results: Sequence[BenchResult]) -> dict[str, Any]:
         "link": _link,
         "handoff_ms": lambda *asked: 1e3 * _link(*asked).handoffs[0].seconds,
         "handoff_bytes": lambda *asked: _link(*asked).handoffs[0].handoff_bytes,
-        "token_bytes": lambda *model, **options: _schema(*model, **options).bytes_per_token,
-        "request_bytes": lambda *model, **options: _schema(*model, **options).bytes_per_request,
+        "token_bytes": lambda *model, **options: _schema(*model, **options).bytes.per_token,
+        "request_bytes": lambda *model, **options: _schema(*model, **options).bytes.per_request,
     }
 
 

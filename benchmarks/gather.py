@@ -26,7 +26,7 @@ TARGET_BYTES_PER_US = 3.4e6
 
 def cases() -> Iterator[Case]:
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
-    page = schema.page("entries", CSA_LAYER)
+    page = schema.layout.page("entries", CSA_LAYER)
     assert page is not None
     for (rows, entries), rate in GATHER_TB_PER_S.items():
         moved = rows * entries * _moved_per_entry(page)
@@ -60,7 +60,7 @@ def _measure(
     schema: CacheSchema, page: Page, rows: int, entries: int, *, listed: bool
 ) -> Measurement:
     blocks = rows * entries // page.rows
-    arena = torch.randint(0, 120, (blocks, schema.block_bytes), dtype=torch.uint8, device="cuda")
+    arena = torch.randint(0, 120, (blocks, schema.bytes.block), dtype=torch.uint8, device="cuda")
     table = torch.randperm(blocks, device="cuda").to(torch.int32).view(rows, -1)
     source = EntrySource(arena=arena, page=page, block_table=table, ratio=RATIO)
     slot = torch.arange(rows, dtype=torch.int32, device="cuda")

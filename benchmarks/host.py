@@ -175,7 +175,7 @@ def drafting_requests(
         device=device,
         prefix=PrefixOptions(),
     )
-    assert manager.prefix
+    assert manager._parts.prefix
     blocks = min(context, LONGEST - most - schema.block_tokens) // schema.block_tokens
     blocks -= blocks % 8  # in phase with snapshots
     ids = np.zeros((blocks + 1) * schema.block_tokens + most, dtype=np.int32)
@@ -184,13 +184,15 @@ def drafting_requests(
         request = manager.admit_request([], salt=str(nth))
         requests.append(request)
         length = blocks * schema.block_tokens + nth % schema.block_tokens
-        manager.extend(request, schema.block_tokens + 1)
+        manager.room.extend(request, schema.block_tokens + 1)
         cached, unfinished = request.block_ids
-        trail = manager.prefix.trail(ids, str(nth))  # all write to the same ids: digests differ
+        trail = manager._parts.prefix.trail(
+            ids, str(nth)
+        )  # all write to the same ids: digests differ
         trail.chain[:] = [trail.root] * blocks
         trail.cut(length)
         request.trail = trail
-        manager.prefix.index.add(trail.root, cached, None)
+        manager._parts.prefix.index.add(trail.root, cached, None)
         request.block_ids = [cached] * blocks + [unfinished]
         request.published_blocks = blocks + 1
         set_length(manager, request, length)

@@ -80,14 +80,14 @@ def _measure(
     layer: int = CSA_LAYER,
 ) -> Measurement:
     model, ratio = schema.model, schema.model.layers[layer].ratio
-    page = schema.page("index_keys", layer)
+    page = schema.layout.page("index_keys", layer)
     assert page is not None
     blocks, rows = entries // page.rows, requests * tokens_per_request
     key_bytes = requests * entries * page.format.record_bytes
     sets = sets_to_outgrow_l2(key_bytes, MAX_SETS)
     # blocks at their true distance, up to 30 GB, of which only one layer's keys are filled
     arena = torch.empty(
-        (sets * requests * blocks, schema.block_bytes), dtype=torch.uint8, device="cuda"
+        (sets * requests * blocks, schema.bytes.block), dtype=torch.uint8, device="cuda"
     )
     for offset, width, low, high in (
         (page.offset_bytes, page.format.data_row_bytes, 0, 256),

@@ -32,7 +32,7 @@ def best(call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    block_bytes = CacheSchema.build(ModelSpec.preset("v4-flash")).block_bytes
+    block_bytes = CacheSchema.build(ModelSpec.preset("v4-flash")).bytes.block
     parser.add_argument("--bytes", type=int, default=block_bytes, help="of a payload")
     size = parser.parse_args().bytes
     for name, secret in (

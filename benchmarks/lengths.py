@@ -10,4 +10,4 @@ from dsv4.cache.requests import Request
 
 def set_length(manager: KVCacheManager, request: Request, tokens: int) -> None:
     """Callers read a request's length and cannot write it; steps move it in the manager's table."""
-    manager.table.move(np.array([request.slot]), np.array([tokens]))
+    manager._parts.table.move(np.array([request.slot]), np.array([tokens]))

@@ -304,10 +304,10 @@ def _memory_table() -> str:
     online = CacheSchema.build(model, hca_state="online")
     drafts = sum(
         page.payload_bytes
-        for page in online.pages
+        for page in online.layout.pages
         if page.kind == "window" and model.layers[page.layer].draft
     )
-    ours = (schema.bytes_per_token, schema.bytes_per_request, online.bytes_per_request - drafts)
+    ours = (schema.bytes.per_token, schema.bytes.per_request, online.bytes.per_request - drafts)
     rows = [
         (
             what,

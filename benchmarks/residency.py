@@ -230,13 +230,13 @@ def resolving_layers(
 ) -> list[HostLayer]:
     """`calls` layers of `batch` requests of the schema's longest context, with entries apart; all
     of them have the page of `layer`, and their records of one run of host memory."""
-    page, spec = schema.page("entries", layer), schema.layers[layer].spec
+    page, spec = schema.layout.page("entries", layer), schema.layers[layer].spec
     assert page is not None
     width = schema.max_blocks_per_request
-    blocks = min(batch * width, arena_bytes // schema.entries_bytes)
-    host = host_rows(blocks, schema.entries_bytes, device, arena_bytes)
+    blocks = min(batch * width, arena_bytes // schema.bytes.entries)
+    host = host_rows(blocks, schema.bytes.entries, device, arena_bytes)
     rows_each = -(-records // page.rows)
-    arena = torch.empty((batch * rows_each, schema.entries_bytes), dtype=torch.uint8, device=device)
+    arena = torch.empty((batch * rows_each, schema.bytes.entries), dtype=torch.uint8, device=device)
     slot = torch.arange(batch, dtype=torch.int32, device=device)
     position = torch.full_like(slot, schema.max_context - 1)
     one = torch.ones_like(slot)
@@ -391,7 +391,7 @@ class HostStep(DecodeStep):
         self.layers_of: dict[int, HostLayer] = {}
         self._make_layers(model, hot_entries, device, arena_bytes)
         self.set_hits(hits)
-        self.backend: Backend = self.manager.backend
+        self.backend: Backend = self.manager._parts.backend
         for handle in self.handles.values():
             handle.backend = _Reading(self)  # type: ignore[assignment]
             # a call that is repeated would read from where it read before `set_hits`
@@ -400,12 +400,12 @@ class HostStep(DecodeStep):
     def _make_layers(
         self, model: ModelSpec, hot_entries: int, device: str, arena_bytes: int
     ) -> None:
-        table = self.manager.block_table
+        table = self.manager.memory.block_table
         apart = CacheSchema.build(model, max_context=self.context, entries_apart=True)
-        pages = [page for n in self.selecting_layers if (page := apart.page("entries", n))]
+        pages = [page for n in self.selecting_layers if (page := apart.layout.page("entries", n))]
         rows_each = -(-hot_entries // min(page.rows for page in pages))
         self.hot_arena = torch.empty(
-            (self.batch * rows_each, apart.entries_bytes), dtype=torch.uint8, device=device
+            (self.batch * rows_each, apart.bytes.entries), dtype=torch.uint8, device=device
         )
         host = self._entries_in_host_memory(apart, pages, device, arena_bytes)
         nowhere = torch.full_like(table, -1)
@@ -431,15 +431,15 @@ class HostStep(DecodeStep):
         self, apart: CacheSchema, pages: Sequence[Page], device: str, arena_bytes: int
     ) -> Tensor:
         """The records of all blocks as host memory has them: whole ones."""
-        arena = self.manager.block_arena.bytes
-        host = host_rows(len(arena), apart.entries_bytes, device, arena_bytes)
+        arena = self.manager.memory.block_arena.bytes
+        host = host_rows(len(arena), apart.bytes.entries, device, arena_bytes)
         for first in range(0, len(arena), BLOCKS_AT_ONCE):
             blocks = arena[first : first + BLOCKS_AT_ONCE]
             entries = torch.zeros(
-                (len(blocks), apart.entries_bytes), dtype=torch.uint8, device=device
+                (len(blocks), apart.bytes.entries), dtype=torch.uint8, device=device
             )
             for page in pages:
-                own = self.schema.page("entries", page.layer)
+                own = self.schema.layout.page("entries", page.layer)
                 assert own is not None
                 for there, here in zip(
                     page_rows(entries, page), page_rows(blocks, own), strict=True
@@ -543,12 +543,12 @@ class ChunkStep(DecodeStep):
     def _options(self) -> dict[str, Any]:
         if self.place == "together":
             return {}
-        options = {"host_memory": self.blocks * self.schema.entries_bytes}
+        options = {"host_memory": self.blocks * self.schema.bytes.entries}
         return options | ({"entry_rows": self.blocks} if self.place == "device" else {})
 
     def _admit_requests(self) -> None:
         super()._admit_requests()
-        residency, entries = self.manager._residency, self.manager.memory.entries
+        residency, entries = self.manager._parts.residency, self.manager.memory.entries
         if residency is None or entries is None:
             return
         (request,), places = self.requests, residency.places
@@ -563,7 +563,7 @@ class ChunkStep(DecodeStep):
         for first in range(0, len(rows), BLOCKS_AT_ONCE):
             chosen = torch.tensor(rows[first : first + BLOCKS_AT_ONCE], device=target.device)
             target[chosen] = small_numbers(
-                len(chosen), self.schema.entries_bytes, self.manager.device
+                len(chosen), self.schema.bytes.entries, self.manager.device
             ).to(target.device)
         residency.tables.publish(request.slot, 0, request.block_ids)
 
@@ -578,7 +578,7 @@ class ChunkStep(DecodeStep):
         if self.place != "host":
             return super().note()
         blocks = (self.context - self.chunk) // self.schema.block_tokens
-        return f"{super().note()}; {blocks * self.schema.entries_bytes:,} bytes come up"
+        return f"{super().note()}; {blocks * self.schema.bytes.entries:,} bytes come up"
 
 
 def small_numbers(rows: int, row_bytes: int, device: torch.device) -> Tensor:

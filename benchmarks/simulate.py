@@ -148,7 +148,7 @@ def lru(folder: Path) -> Iterator[dict[str, Any]]:
         for gb, published in zip(TABLE_GB, TABLE[name], strict=True):
             # a block more, for the one that the additional token begins; no slots, no snapshots
             size = schema_of(512)
-            memory = int(gb * GB) + size.bytes_per_request + size.block_bytes
+            memory = int(gb * GB) + size.bytes.per_request + size.bytes.block
             options: dict[str, Any] = {"memory_bytes": memory, "max_requests": 1, "snapshots": 0}
             asked = setup(block_tokens=512, untimed=True, policy="lru", **options)
             found = simulate(whole, asked)

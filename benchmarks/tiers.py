@@ -86,7 +86,7 @@ def measure_copies(
     them."""
     rows = rows or ROWS
     schema = CacheSchema.build(model)
-    arena = torch.ones((rows, schema.block_bytes), dtype=torch.uint8, device=device)
+    arena = torch.ones((rows, schema.bytes.block), dtype=torch.uint8, device=device)
     manager = _manager(schema, 1, device, [tier := _host(schema, rows)])
     assert manager.tiers
     labels = [_label(manager) for _ in range(rows)]
@@ -137,7 +137,7 @@ def measure_step(
         replay()
         row = tier.take(_label(below))
         if row is not None:
-            tiers.offload.copy([(below.block_arena.bytes[0], Outgoing(row))])
+            tiers.offload.copy([(below.memory.block_arena.bytes[0], Outgoing(row))])
         tiers.pump()
 
     times: dict[str, list[float]] = {"with": [], "without": []}
@@ -154,7 +154,7 @@ def measure_step(
     return Measurement(
         microseconds=ours,
         launches=1,
-        must_move_bytes=step.must_move_bytes() + step.schema.block_bytes,
+        must_move_bytes=step.must_move_bytes() + step.schema.bytes.block,
         peers_us={"without": alone},
         note=f"{ours / alone - 1:+.2%} of a step without",
     )
@@ -176,7 +176,7 @@ def measure_prefix(model: ModelSpec, below: Below, tokens: int, device: str) -> 
         assert manager.tiers.drain(TIMEOUT_S)
         times, host_times = [], []
         for _ in range(3):
-            manager.evict()
+            manager.prefix.evict()
             _wait(device)
             begin, busy = time.perf_counter(), time.thread_time()
             request = manager.tiers.admit(ids, timeout_s=TIMEOUT_S)
@@ -186,7 +186,7 @@ def measure_prefix(model: ModelSpec, below: Below, tokens: int, device: str) -> 
             assert request.resume.start == (tokens - 1) // schema.block_tokens * schema.block_tokens
             manager.release_request(request)
         stats = tier.stats()
-        kept = schema.block_bytes * (tokens // schema.block_tokens)
+        kept = schema.bytes.block * (tokens // schema.block_tokens)
         assert stats.loaded_bytes >= 3 * kept * (tokens - 1) // tokens * 0.9
         tier.close(TIMEOUT_S)
     assert manager.tiers
@@ -199,12 +199,12 @@ def measure_prefix(model: ModelSpec, below: Below, tokens: int, device: str) -> 
         parts_us={"on the calling thread": statistics.median(host_times)},
         parts_launches={"on the calling thread": 0},
         cache_bytes={
-            "block on the device": schema.block_bytes,
+            "block on the device": schema.bytes.block,
             f"block in {below}": record_bytes,
         },
         note=(
             f"{kept / statistics.median(times) / 1e3:.1f} GB/s; "
-            f"{record_bytes / schema.block_bytes:.4f} bytes in {below} for one on the device"
+            f"{record_bytes / schema.bytes.block:.4f} bytes in {below} for one on the device"
         ),
     )
 
@@ -285,7 +285,7 @@ def _label(manager: KVCacheManager) -> Label:
 
 
 def _host(schema: CacheSchema, rows: int) -> HostTier:
-    return HostTier((rows + 1) * (schema.block_bytes + 8192) + (256 << 20))
+    return HostTier((rows + 1) * (schema.bytes.block + 8192) + (256 << 20))
 
 
 def _disk_root() -> str | None:

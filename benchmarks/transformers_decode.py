@@ -201,7 +201,7 @@ def filled_paged_cache(model: Any, context: int) -> PagedCache:
     ids = torch.zeros((1, context), dtype=torch.int64, device=manager.device)
     cache.note_columns(ids, torch.ones((1, context), dtype=torch.bool))
     # bytes that are small numbers in every element format, and scales between 1/128 and 1
-    for arena in (manager.block_arena.bytes, manager.slot_arena.bytes):
+    for arena in (manager.memory.block_arena.bytes, manager.memory.slot_arena.bytes):
         arena.random_(56, 64)
     for layer in range(len(manager.schema.layers)):
         handle = manager.acquire(layer)

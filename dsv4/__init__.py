@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dsv4.cache.batch import Batch
-    from dsv4.cache.build import Cache
+    from dsv4.cache.build import Cache, manager_from_budget, manager_from_memory, other_bytes
     from dsv4.cache.handle import LayerCacheHandle
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
     from dsv4.cache.prefix.pins import PinnedPrefix
-    from dsv4.cache.prefix.prompt import Prompt
+    from dsv4.cache.prefix.prefixes import Prompt
     from dsv4.cache.prefix.quota import Quota, QuotaUse
     from dsv4.cache.prefix.resume import Resume
     from dsv4.cache.prepare_forward import ForwardPlan
@@ -123,6 +123,9 @@ __all__ = [
     "apply_rope",
     "compute_block_budget",
     "full",
+    "manager_from_budget",
+    "manager_from_memory",
+    "other_bytes",
     "periodic",
     "prometheus_text",
     "read_key",
@@ -133,7 +136,7 @@ __all__ = [
 # what `from dsv4 import name` loads; the imports above declare the same names to type checkers
 _HOMES = {
     "dsv4.cache.batch": ("Batch",),
-    "dsv4.cache.build": ("Cache",),
+    "dsv4.cache.build": ("Cache", "manager_from_budget", "manager_from_memory", "other_bytes"),
     "dsv4.cache.handle": ("LayerCacheHandle",),
     "dsv4.cache.handoff.arrival": ("Arrival",),
     "dsv4.cache.handoff.options": ("HandoffOptions",),
@@ -143,7 +146,7 @@ _HOMES = {
     "dsv4.cache.prefix.hints": ("Hints",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
     "dsv4.cache.prefix.pins": ("PinnedPrefix",),
-    "dsv4.cache.prefix.prompt": ("Prompt",),
+    "dsv4.cache.prefix.prefixes": ("Prompt",),
     "dsv4.cache.prefix.quota": ("Quota", "QuotaUse"),
     "dsv4.cache.prefix.resume": ("Resume",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),

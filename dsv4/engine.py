@@ -28,7 +28,7 @@ with needed_by("dsv4.engine"):
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.hints import Hints
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.trail import TokenIds, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, PlanOptions
 from dsv4.cache.requests import Request, root_of
@@ -229,7 +229,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         """Raises InvalidInput."""
-        most, schema = self.manager.max_step_tokens, self.manager.schema
+        most, schema = self.manager.memory.max_step_tokens, self.manager.schema
         self.step_tokens = require_count(
             "step_tokens", most if self.step_tokens is None else self.step_tokens
         )
@@ -280,7 +280,7 @@ class Engine:
             stop_tokens=frozenset(token_ids(stops).tolist()),
             on_tokens=on_tokens,
             data=data,
-            prompt=self.manager.prompt(read, salt, hints=hints),
+            prompt=self.manager.prefix.prompt(read, salt, hints=hints),
         )
         self.jobs.append(job)
         return job
@@ -360,7 +360,7 @@ class Engine:
         if fetch is not None:
             fetch.cancel()
         if not job.is_over:
-            job.prompt = self.manager.prompt(job.tokens, job.salt, hints=job.hints)
+            job.prompt = self.manager.prefix.prompt(job.tokens, job.salt, hints=job.hints)
 
     def _give_back(self, request: Request) -> None:
         if self.manager.tiers:
@@ -378,7 +378,9 @@ class Engine:
             assert job.prompt is not None
             stats, running = self.manager.stats(), len(self.running)
             spare = stats.blocks_free + stats.blocks_evictable - running
-            if not stats.slots_free or (running and self.manager.needed_blocks(job.prompt) > spare):
+            if not stats.slots_free or (
+                running and self.manager.room.needed_blocks(job.prompt) > spare
+            ):
                 return
             try:
                 request = job.request = self._request_for(job.prompt)
@@ -411,7 +413,7 @@ class Engine:
 
         def is_cheap(job: Job) -> bool:
             assert job.prompt is not None
-            return 2 * self.manager.look_up(job.prompt).start > len(job.prompt)
+            return 2 * self.manager.prefix.look_up(job.prompt).start > len(job.prompt)
 
         if len(waiting) < 2:
             return waiting[0] if waiting else None
@@ -544,7 +546,9 @@ class Engine:
         """Takes memory from the youngest job whose memory helps. A job that is alone and has not
         enough never will."""
         running, requests = self._competing(error)
-        helping = [each for each in running if self.manager.released_blocks(each[1])] or running
+        helping = [
+            each for each in running if self.manager.room.released_blocks(each[1])
+        ] or running
         job = helping[-1][0]
         if len(running) == 1 and (error.never or requests == 1):
             job.error = error
@@ -681,8 +685,8 @@ class Engine:
         from reaching their jobs are released."""
         manager, self.flight = self.manager, None
         manager.recover()
-        while manager.open_plan is not None:
-            manager.fail(manager.open_plan)
+        while manager.room.open_plans:
+            manager.fail(manager.room.open_plans[0])
         held = {job.request for job in self.jobs}
         for request in manager.requests:
             if request not in held:

@@ -6,9 +6,9 @@ Two figures are kept separate throughout, because folding one into the other mak
     bytes_per_request   what a live request costs at any length (its slot, its row of block ids)
 
 A sizing is exact. Without `other_bytes` it is about the cache alone: arenas and block table. With
-them, `budget` counts all that `KVCacheManager.from_budget(schema, sizing.budget)` allocates, to the
+them, `budget` counts all that `dsv4.manager_from_budget(schema, sizing.budget)` allocates, to the
 byte: step buffers, workspace and snapshots too, which depend on the manager's options, its backend
-and its GPU. `KVCacheManager.other_bytes` computes them.
+and its GPU. `dsv4.other_bytes` computes them.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ def plan_tier(
     """What part of a cache a tier of this many bytes keeps. Raises InvalidInput."""
     require_count("tier_bytes", tier_bytes)
     period = require_count("snapshot_period_tokens", snapshot_period_tokens, at_least=0)
-    if not schema.block_bytes:
+    if not schema.bytes.block:
         raise InvalidInput("a model of window-only layers keeps nothing in blocks, nor in tiers")
     if period % schema.block_tokens:
         raise InvalidInput(
             f"a snapshot every {period} tokens: they are taken where blocks of "
             f"{schema.block_tokens} end"
         )
-    block = padded(HEADER_BYTES + schema.block_bytes)
+    block = padded(HEADER_BYTES + schema.bytes.block)
     snapshot = padded(HEADER_BYTES + SnapshotLayout(schema).row_bytes)
     per_token = block / schema.block_tokens + (snapshot / period if period else 0)
     return TierSizing(
@@ -120,7 +120,7 @@ def plan_tier(
         snapshot_record_bytes=snapshot,
         bytes_per_token=per_token,
         tokens=int(tier_bytes / per_token) // schema.block_tokens * schema.block_tokens,
-        times_device=block / schema.block_bytes,
+        times_device=block / schema.bytes.block,
     )
 
 
@@ -182,7 +182,7 @@ def plan_link(
     handoffs = []
     for tokens in contexts:
         if tokens <= schema.max_context:
-            total = tokens // schema.block_tokens * schema.block_bytes + state_bytes
+            total = tokens // schema.block_tokens * schema.bytes.block + state_bytes
             handoffs.append(
                 HandoffSizing(context_tokens=tokens, handoff_bytes=total, seconds=total / rate)
             )
@@ -197,8 +197,8 @@ def plan_link(
     return LinkSizing(
         link_bits_per_second=int(link_bits_per_second),
         state_bytes=state_bytes,
-        bytes_per_token=schema.bytes_per_token,
-        tokens_per_second=rate / schema.bytes_per_token if schema.bytes_per_token else 0.0,
+        bytes_per_token=schema.bytes.per_token,
+        tokens_per_second=rate / schema.bytes.per_token if schema.bytes.per_token else 0.0,
         handoffs=tuple(handoffs),
         answer_tokens=None if ratio is None else answer,
         prefill_per_decode=ratio,
@@ -261,7 +261,7 @@ def _find_memory(
     schema: CacheSchema, context_tokens: int, requests: int, extra_bytes: OtherBytes
 ) -> Sizing:
     other_bytes = extra_bytes(requests)
-    needed_bytes = requests * schema.request_bytes(context_tokens) + other_bytes
+    needed_bytes = requests * schema.bytes.of_request(context_tokens) + other_bytes
     return _sizing(
         schema,
         question="memory",
@@ -280,7 +280,7 @@ def _find_memory(
 def _find_requests(
     schema: CacheSchema, memory_bytes: int, context_tokens: int, extra_bytes: OtherBytes
 ) -> Sizing:
-    each = schema.request_bytes(context_tokens)
+    each = schema.bytes.of_request(context_tokens)
     counts = range(1, memory_bytes // each + 1)
     requests = bisect_right(
         counts, memory_bytes, key=lambda count: count * each + extra_bytes(count)
@@ -306,11 +306,11 @@ def _find_context(
     schema: CacheSchema, memory_bytes: int, requests: int, extra_bytes: OtherBytes
 ) -> Sizing:
     other_bytes = extra_bytes(requests)
-    minimum_bytes = requests * schema.request_bytes(1) + other_bytes
+    minimum_bytes = requests * schema.bytes.of_request(1) + other_bytes
     if memory_bytes < minimum_bytes:
         raise PoolTooSmall(
             f"{memory_bytes:,} bytes cannot give each of {requests:,} requests its "
-            f"{schema.bytes_per_request:,} bytes and a first block of {schema.block_bytes:,}"
+            f"{schema.bytes.per_request:,} bytes and a first block of {schema.bytes.block:,}"
             + (f" in addition to {other_bytes:,} bytes for the manager" if other_bytes else "")
             + f": give at least {minimum_bytes:,} bytes, or ask for fewer requests",
             minimum_bytes=minimum_bytes,
@@ -323,7 +323,7 @@ def _find_context(
         other_bytes=other_bytes,
     )
     context_tokens = schema.max_context
-    if schema.block_bytes:  # a model of windows only needs no blocks, whatever the context
+    if schema.bytes.block:  # a model of windows only needs no blocks, whatever the context
         tokens_each = budget.num_blocks // requests * schema.block_tokens
         context_tokens = min(context_tokens, tokens_each)
     return _sizing(
@@ -354,7 +354,7 @@ def _check_fit(
 
     budget(1)  # raises when even one request is too many
     other_bytes = extra_bytes(requests)
-    fits = requests * schema.request_bytes(context_tokens) + other_bytes <= memory_bytes
+    fits = requests * schema.bytes.of_request(context_tokens) + other_bytes <= memory_bytes
     return _sizing(
         schema,
         question="fits",
@@ -380,7 +380,7 @@ def _sizing(
 ) -> Sizing:
     if budget is not None:
         other_bytes = budget.other_bytes
-    request_bytes = None if context_tokens is None else schema.request_bytes(context_tokens)
+    request_bytes = None if context_tokens is None else schema.bytes.of_request(context_tokens)
     needed_bytes = None
     if request_bytes is not None and requests is not None:
         needed_bytes = requests * request_bytes + other_bytes
@@ -398,11 +398,11 @@ def _sizing(
         steps_ahead=schema.steps_ahead,
         hca_state=schema.hca_state,
         block_tokens=schema.block_tokens,
-        bytes_per_token=schema.bytes_per_token,
-        bytes_per_request=schema.bytes_per_request,
-        block_bytes=schema.block_bytes,
-        slot_bytes=schema.slot_bytes,
-        block_table_row_bytes=schema.block_table_row_bytes,
+        bytes_per_token=schema.bytes.per_token,
+        bytes_per_request=schema.bytes.per_request,
+        block_bytes=schema.bytes.block,
+        slot_bytes=schema.bytes.slot,
+        block_table_row_bytes=schema.bytes.block_table_row,
         snapshot_bytes=SnapshotLayout(schema).row_bytes,
         bytes_by_kind=bytes_by_kind(schema),
         question=question,

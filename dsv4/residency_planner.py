@@ -108,16 +108,16 @@ def plan_residency(
     apart, together = replace(schema, entries_apart=True), replace(schema, entries_apart=False)
     hot = HotLayout(apart, hot_rows)
     blocks = apart.blocks_for(tokens)
-    device, host = device_request_bytes(apart, hot, blocks), blocks * apart.entries_bytes
+    device, host = device_request_bytes(apart, hot, blocks), blocks * apart.bytes.entries
     chunk_rows = -(-require_count("step_tokens", step_tokens, at_least=0) // apart.block_tokens)
     chunks = require_count("open_plans", open_plans) * (
-        2 * hot.staged_bytes + chunk_rows * apart.entries_bytes
+        2 * hot.staged_bytes + chunk_rows * apart.bytes.entries
     )
     by_device = _fit(memory_bytes - chunks, device, extra_bytes)
     requests = min(by_device, host_memory_bytes // host)
     if not requests:
         _raise_too_small(memory_bytes, device + chunks + extra_bytes(1), host_memory_bytes, host)
-    without = _fit(memory_bytes, together.request_bytes(tokens), extra_bytes)
+    without = _fit(memory_bytes, together.bytes.of_request(tokens), extra_bytes)
     stepping = requests if step_requests is None else require_count("step_requests", step_requests)
     return ResidencySizing(
         memory_bytes=memory_bytes,
@@ -128,7 +128,7 @@ def plan_residency(
         table_bytes=hot.table_bytes,
         device_request_bytes=device,
         host_request_bytes=host,
-        request_bytes_without=together.request_bytes(tokens),
+        request_bytes_without=together.bytes.of_request(tokens),
         chunk_bytes=chunks,
         other_bytes=extra_bytes(requests),
         requests=requests,
@@ -149,8 +149,8 @@ def plan_residency(
 def device_request_bytes(apart: CacheSchema, hot: HotLayout, blocks: int) -> int:
     """What a request of this many blocks has on the device, whatever else is there."""
     open_rows = min(hot.open_rows, blocks)
-    stays = blocks * apart.block_bytes + open_rows * apart.entries_bytes
-    return apart.bytes_per_request + stays + hot.slot_bytes
+    stays = blocks * apart.bytes.block + open_rows * apart.bytes.entries
+    return apart.bytes.per_request + stays + hot.slot_bytes
 
 
 def selected_bytes(schema: CacheSchema, tokens: int) -> int:
@@ -158,7 +158,7 @@ def selected_bytes(schema: CacheSchema, tokens: int) -> int:
     return sum(
         min(schema.model.index_topk, tokens // spec.ratio) * page.record_bytes
         for spec in schema.model.layers
-        if spec.has_indexer and (page := schema.page("entries", spec.layer)) is not None
+        if spec.has_indexer and (page := schema.layout.page("entries", spec.layer)) is not None
     )
 
 
@@ -174,7 +174,7 @@ def _pays_from(apart: CacheSchema, together: CacheSchema, hot: HotLayout) -> int
 
     def pays(blocks: int) -> bool:
         tokens = min(blocks * apart.block_tokens, apart.max_context)
-        return device_request_bytes(apart, hot, blocks) < together.request_bytes(tokens)
+        return device_request_bytes(apart, hot, blocks) < together.bytes.of_request(tokens)
 
     first = bisect_right(counts, False, key=pays)
     return None if first == len(counts) else counts[first] * apart.block_tokens

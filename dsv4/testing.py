@@ -103,8 +103,8 @@ class RandomModel:
 
     def _layer(self, number: int) -> Layer:
         spec, kind = self.spec, self.schema.layers[number].spec
-        main = self.schema.compressor(number, "main")
-        index = self.schema.compressor(number, "index")
+        main = self.schema.layout.compressor(number, "main")
+        index = self.schema.layout.compressor(number, "index")
         cache = LayerWeights(
             rope=rope_table(
                 spec, yarn=kind.yarn, tokens=self.schema.max_context, device=self.device

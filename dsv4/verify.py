@@ -126,7 +126,7 @@ def verify(
     reports = []
     for layer, kind in enumerate(file.kinds):
         page = _page(schema, "window", layer)
-        slot = manager.slot_arena.bytes[request.slot]
+        slot = manager.memory.slot_arena.bytes[request.slot]
         reports += _compare_page(file, kind, "kv_quant", "kv_bytes", page, slot[None], exact=True)
         for name, stored, page_kind in (
             ("entries", "entries_bytes", "entries"),
@@ -134,7 +134,7 @@ def verify(
         ):
             if file.has(kind, name) or file.has(kind, stored):
                 page = _page(schema, page_kind, layer)
-                blocks = manager.block_arena.bytes[request.block_ids]
+                blocks = manager.memory.block_arena.bytes[request.block_ids]
                 reports += _compare_page(file, kind, name, stored, page, blocks, exact=file.exact)
     for kind, pieces in outputs.scores.items():
         reports.append(_compare_scores(file, kind, torch.cat(pieces)))
@@ -143,7 +143,7 @@ def verify(
     for kind, pieces in outputs.candidates.items():
         if file.has(kind, "candidate_blocks"):
             reports.append(_compare_candidates(file, kind, torch.cat(pieces)))
-    limit = V41_RELATIVE_ERROR if file.exact else RELATIVE_ERROR[manager.backend.name]
+    limit = V41_RELATIVE_ERROR if file.exact else RELATIVE_ERROR[manager._parts.backend.name]
     if "dspark/draft_q" in arrays:
         reports += _draft_reports(file, backend, device, limit)
     for kind, attended in outputs.attended.items():
@@ -345,7 +345,7 @@ def _draft_reports(
     manager.acquire(0, plan.batch).append(arrays["dspark/kv"].to(device), weights=weights)
     manager.commit(plan)
     page = _page(schema, "window", 0)
-    ring = _read(manager.slot_arena.bytes[request.slot][None], page, page.rows)[0]
+    ring = _read(manager.memory.slot_arena.bytes[request.slot][None], page, page.rows)[0]
     newest = torch.arange(max(0, tokens - model.window), tokens)
     plan = manager.prepare_forward([(request, model.draft_block)])
     out, _ = manager.acquire(0, plan.batch).attend_draft(
@@ -456,7 +456,7 @@ def _weights(
 
 
 def _page(schema: CacheSchema, kind: Any, layer: int) -> Page:
-    page = schema.page(kind, layer)
+    page = schema.layout.page(kind, layer)
     assert page is not None
     return page
 

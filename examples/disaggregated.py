@@ -116,7 +116,9 @@ class Worker:
             )
             self.tell("arrived", job=job, bytes_read=arrival.read_bytes)
         for job, (tokens, prompt_tokens) in list(self.waiting.items()):
-            if self.manager.can_admit(tokens):  # memory of a read that failed is released later
+            if self.manager.room.can_admit(
+                tokens
+            ):  # memory of a read that failed is released later
                 del self.waiting[job]
                 request = self.manager.admit_request(tokens)
                 self.live[job] = Generation(

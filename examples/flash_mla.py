@@ -246,8 +246,8 @@ def main(device: str | None = None) -> int:
     manager = KVCacheManager(
         schema, num_blocks=16, max_requests=4, max_step_tokens=512, device=device
     )
-    manager.block_arena.bytes.fill_(0xFF)  # NaN everywhere that nothing has been written
-    manager.slot_arena.bytes.fill_(0xFF)
+    manager.memory.block_arena.bytes.fill_(0xFF)  # NaN everywhere that nothing has been written
+    manager.memory.slot_arena.bytes.fill_(0xFF)
     random = torch.Generator(device).manual_seed(0)
     requests = [manager.admit_request(tokens) for tokens in (3, 140, 300)]
     prompts = list(zip(requests, (2, 139, 299), strict=True))

@@ -135,7 +135,7 @@ def disk(folder: Path) -> tuple[set[str], int]:
     assert manager.tiers.drain(30)
 
     def back() -> Request:
-        manager.evict()
+        manager.prefix.evict()
         return manager.tiers.admit(PROMPT, timeout_s=30)
 
     request, files, lines = effort(back)

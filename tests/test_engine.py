@@ -388,7 +388,7 @@ def test_with_tiers_a_preempted_job_goes_on_where_it_was(ahead: int) -> None:
 
 def limited(blocks: int, **options: Any) -> Engine:
     engine = made(**options)
-    quota = dsv4.Quota(device_bytes=blocks * engine.manager.schema.block_bytes)
+    quota = dsv4.Quota(device_bytes=blocks * engine.manager.schema.bytes.block)
     dsv4.Quotas(engine.manager).set("a", quota)
     return engine
 

@@ -78,8 +78,8 @@ def test_the_stand_in_agrees_with_attend(step: tuple[Stack, ForwardPlan], layer:
 def test_nothing_is_copied(step: tuple[Stack, ForwardPlan], layer: int) -> None:
     stack, plan = step
     arguments, _, _ = attended(stack, plan, layer)
-    for key, arena in (("k_cache", stack.manager.slot_arena),
-                       ("extra_k_cache", stack.manager.block_arena)):  # fmt: skip
+    for key, arena in (("k_cache", stack.manager.memory.slot_arena),
+                       ("extra_k_cache", stack.manager.memory.block_arena)):  # fmt: skip
         if key == "extra_k_cache" and layer == SWA:
             assert key not in arguments
             continue
@@ -136,10 +136,10 @@ def test_the_stand_in_decodes_records_as_the_oracle_does(step: tuple[Stack, Forw
     last = arguments["extra_indices_in_kvcache"][plan.num_tokens - 1, 0]
     named = [index for index in last.tolist() if index != -1][::20]
     decoded = flash_mla._decode(arguments["extra_k_cache"], torch.tensor(named))
-    page = stack.schema.page("entries", CSA)
+    page = stack.schema.layout.page("entries", CSA)
     assert page is not None
     for row, index in zip(decoded, named, strict=True):
-        raw = bytes(stack.manager.block_arena.bytes[index // page.rows].tolist())
+        raw = bytes(stack.manager.memory.block_arena.bytes[index // page.rows].tolist())
         data = page.offset_bytes + 576 * (index % page.rows)
         scales = page.offset_bytes + 576 * page.rows + 8 * (index % page.rows)
         bits = oracle.decode(

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dsv4
+from dsv4.cache.layout import CacheBytes, Layout
+from dsv4.cache.prefix.prefixes import Prefixes
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
+from dsv4.cache.room import CacheRoom
 
 TEXT = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text("utf-8")
 CELLS = [line.split("|")[1].strip() for line in TEXT.splitlines() if line.startswith("| ")]
@@ -19,7 +22,8 @@ PLAIN = set(
         """
         accepted acquire advance after align all allocate allow alone appended asked asker at
         attention before bf16 build by byte cache call can check clamped cls collect collector
-        compressed compression compute config content continue copy count detach device dict dim
+        compressed compression compute config content continue copy count deferred detach device
+        dict dim
         direct disk done drop dsv end error extra for format forward free from get gpu head
         hidden hold host http id input invalid invariant keep kind last later latest length like
         limit lost manager map mark max memory message metadata minimum mismatch missing model
@@ -39,12 +43,16 @@ _SINGULAR = {
     "prometheus": "prometheus",
     "cls": "cls",
     "progress": "progress",
+    "prefixes": "prefix",
 }
 
 
-def own_names(name: str) -> Iterator[str]:
+# what public objects have for some of their calls
+PARTS = (CacheRoom, Prefixes, CacheBytes, Layout)
+
+
+def own_names(name: str, value: object) -> Iterator[str]:
     """A public name, its own public members and their parameters; nothing inherited from Python."""
-    value = getattr(dsv4, name)
     yield name
     if not inspect.isclass(value):
         yield from inspect.signature(value).parameters if callable(value) else ()
@@ -81,9 +89,11 @@ def test_every_word_of_the_api_is_defined():
     defined |= {word for name in marked for word in words(name)}
     unknown = {
         word: name
-        for public in dsv4.__all__
-        if public != "__version__"
-        for name in own_names(public)
+        for public, value in {
+            **{public: getattr(dsv4, public) for public in dsv4.__all__ if public != "__version__"},
+            **{part.__name__: part for part in PARTS},
+        }.items()
+        for name in own_names(public, value)
         if not name.startswith("_")
         for word in words(name) - defined - PLAIN
     }

@@ -1,7 +1,7 @@
 """Who may import whom, read from the sources.
 
-    layout      errors, extras, model, units, cache.records, cache.pages, cache.schema and
-                cache.state: which byte is where; without torch
+    layout      errors, extras, model, units, cache.records, cache.pages, cache.layout,
+                cache.schema and cache.state: which byte is where; without torch
       ↑
     ops         what a layer asks of a backend; imports the layout
       ↑
@@ -37,6 +37,7 @@ LAYOUT = {
     "dsv4.model",
     "dsv4.units",
     "dsv4.cache.records",
+    "dsv4.cache.layout",
     "dsv4.cache.pages",
     "dsv4.cache.schema",
     "dsv4.cache.state",
@@ -55,7 +56,7 @@ TORCH_FREE = {
     "dsv4.cache.prefix.observer",
     "dsv4.cache.prefix.options",
     "dsv4.cache.prefix.pins",
-    "dsv4.cache.prefix.prompt",
+    "dsv4.cache.prefix.prefixes",
     "dsv4.cache.prefix.resume",
     "dsv4.cache.prefix.rows",
     "dsv4.cache.prefix.trail",

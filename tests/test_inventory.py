@@ -86,8 +86,8 @@ def test_pools_show_the_planes_of_the_design_as_views_of_one_arena(layer: int):
     in_blocks = {SWA: (), CSA: ENTRY_PLANES + INDEX_PLANES, HCA: ENTRY_PLANES}[layer]
     tails = {SWA: (), CSA: TAIL_PLANES, HCA: TAIL_PLANES[:2]}[layer]
     for planes, names, arena, rows in (
-        (handle.memory.pool, in_blocks, manager.block_arena, 3),
-        (handle.memory.state, WINDOW_PLANES + tails, manager.slot_arena, 2),
+        (handle.memory.pool, in_blocks, manager.memory.block_arena, 3),
+        (handle.memory.state, WINDOW_PLANES + tails, manager.memory.slot_arena, 2),
     ):
         for name in names:
             view: Tensor = getattr(planes, name)
@@ -182,7 +182,7 @@ def append(
 def ring(stack: Stack, request: Request) -> list[tuple[Tensor, Tensor]]:
     """Data row and scale row of each ring row, as bytes."""
     page = stack.manager.acquire(stack.layers[0]).read_swa_view().page
-    slot = stack.manager.slot_arena.bytes[request.slot]
+    slot = stack.manager.memory.slot_arena.bytes[request.slot]
     data_bytes, scale_bytes = page.format.data_row_bytes, page.format.scale_row_bytes
     data = slot[page.offset_bytes :][: page.rows * data_bytes].view(page.rows, data_bytes)
     scales = slot[page.scale_offset_bytes :][: page.rows * scale_bytes]
@@ -232,14 +232,14 @@ def test_append_swa_keeps_requests_apart():
     requests = [stack.manager.admit_request() for _ in range(3)]
     streams = [stack.stream(seed, 300) for seed in range(3)]
     append(stack, list(zip(requests, streams, [5, 130, 7], strict=True)))
-    before = stack.manager.slot_arena.bytes.clone()
+    before = stack.manager.memory.slot_arena.bytes.clone()
     append(stack, [(requests[2], streams[2], 3), (requests[0], streams[0], 140)])
     work = [(requests[2], streams[2], 1), (requests[0], streams[0], 1)]
     append(stack, work, pad_tokens=3, pad_requests=3)
     for request, stream in zip(requests, streams, strict=True):
         assert_ring_is_the_newest(stack, request, stream.kv[SWA])
     untouched = requests[1].slot
-    assert torch.equal(stack.manager.slot_arena.bytes[untouched], before[untouched])
+    assert torch.equal(stack.manager.memory.slot_arena.bytes[untouched], before[untouched])
 
 
 def test_append_swa_writes_the_ring_and_nothing_else():
@@ -247,7 +247,7 @@ def test_append_swa_writes_the_ring_and_nothing_else():
     request, stream = stack.manager.admit_request(), stack.stream(0, 9)
     append(stack, [(request, stream, 9)])
     state = stack.manager.acquire(CSA).memory.state
-    assert (stack.manager.block_arena.bytes == POISON).all()
+    assert (stack.manager.memory.block_arena.bytes == POISON).all()
     tails = {name: view for name, view in state.views.items() if "tail" in name}
     assert tails
     for name, view in tails.items():
@@ -271,14 +271,16 @@ def test_append_swa_applies_norm_and_rope_where_the_weights_have_them():
     for stack in (by_name, by_append):
         work = [(stack.manager.admit_request(), stream, 150)]
         append(stack, work) if stack is by_name else stack.step(work)
-    assert torch.equal(by_name.manager.slot_arena.bytes, by_append.manager.slot_arena.bytes)
+    assert torch.equal(
+        by_name.manager.memory.slot_arena.bytes, by_append.manager.memory.slot_arena.bytes
+    )
 
 
 def test_append_swa_refuses_before_it_writes():
     stack = build()
     request, stream = stack.manager.admit_request(), stack.stream(0, 9)
     handle, _ = append(stack, [(request, stream, 9)])
-    before, weights = stack.manager.slot_arena.bytes.clone(), stack.weights[SWA]
+    before, weights = stack.manager.memory.slot_arena.bytes.clone(), stack.weights[SWA]
     with pytest.raises(PlanError, match="this plan is over"):
         append_swa(handle, stream.kv[SWA], weights)
     plan = stack.manager.prepare_forward([(request, 2)])
@@ -286,4 +288,4 @@ def test_append_swa_refuses_before_it_writes():
     for kv in (stream.kv[SWA][:3], stream.kv[SWA][:2, :-1], stream.kv[SWA][:2].float()):
         with pytest.raises(InvalidInput, match="kv"):
             append_swa(handle, kv, weights)
-    assert torch.equal(stack.manager.slot_arena.bytes, before)
+    assert torch.equal(stack.manager.memory.slot_arena.bytes, before)

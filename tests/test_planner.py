@@ -26,8 +26,8 @@ def check_exact(schema: CacheSchema, found: Sizing) -> None:
     budget = found.budget
     assert budget is not None
     assert budget.total_bytes == (
-        budget.num_blocks * schema.block_bytes
-        + budget.max_requests * schema.slot_bytes
+        budget.num_blocks * schema.bytes.block
+        + budget.max_requests * schema.bytes.slot
         + budget.max_requests * schema.max_blocks_per_request * 4
     )
     assert found.memory_bytes is None or (
@@ -36,7 +36,7 @@ def check_exact(schema: CacheSchema, found: Sizing) -> None:
     assert found.context_tokens is not None
     assert found.requests is not None
     assert budget.max_requests == found.requests
-    if schema.block_bytes:
+    if schema.bytes.block:
         assert budget.num_blocks >= found.requests * schema.blocks_for(found.context_tokens)
     assert found.needed_bytes is not None
     assert found.needed_bytes <= budget.total_bytes
@@ -49,8 +49,8 @@ def test_sizes_are_the_schema_s_and_kept_apart() -> None:
     found = plan(FLASH)
     assert found.question == "bytes"
     assert found.bytes_per_token == 3518.0
-    assert found.bytes_per_request == FLASH.slot_bytes + FLASH.block_table_row_bytes
-    assert (found.block_bytes, found.slot_bytes) == (FLASH.block_bytes, FLASH.slot_bytes)
+    assert found.bytes_per_request == FLASH.bytes.slot + FLASH.bytes.block_table_row
+    assert (found.block_bytes, found.slot_bytes) == (FLASH.bytes.block, FLASH.bytes.slot)
     assert found.block_table_row_bytes == 32_768
     assert found.block_tokens == 128
     assert found.fingerprint == FLASH.fingerprint
@@ -124,10 +124,10 @@ def test_context_is_never_longer_than_the_schema_s() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    found = plan(TINY, memory_bytes=TINY.request_bytes(1000), context_tokens=1000, requests=2)
+    found = plan(TINY, memory_bytes=TINY.bytes.of_request(1000), context_tokens=1000, requests=2)
     assert found.fits is False
     assert found.budget is None
-    assert found.needed_bytes == 2 * TINY.request_bytes(1000)
+    assert found.needed_bytes == 2 * TINY.bytes.of_request(1000)
     enough = plan(TINY, memory_bytes=found.needed_bytes, context_tokens=1000, requests=2)
     assert enough.fits is True
     check_exact(TINY, enough)
@@ -135,25 +135,25 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 def test_what_is_left_out_is_the_longest_context_and_one_request() -> None:
     assert plan(TINY, memory_bytes=GIB).context_tokens == 16_384
-    assert plan(TINY, requests=3).needed_bytes == 3 * TINY.request_bytes(16_384)
-    assert plan(TINY, context_tokens=1000).needed_bytes == TINY.request_bytes(1000)
+    assert plan(TINY, requests=3).needed_bytes == 3 * TINY.bytes.of_request(16_384)
+    assert plan(TINY, context_tokens=1000).needed_bytes == TINY.bytes.of_request(1000)
 
 
 def test_a_part_of_a_block_is_a_block() -> None:
     sizes = [plan(TINY, context_tokens=n).needed_bytes for n in (1, 128, 129, 256)]
     assert sizes[0] == sizes[1]
-    assert sizes[2] == sizes[3] == sizes[1] + TINY.block_bytes
+    assert sizes[2] == sizes[3] == sizes[1] + TINY.bytes.block
 
 
 def test_a_manager_allocates_what_was_planned() -> None:
-    from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache import build
     from dsv4.cache.prefix.options import PrefixOptions
     from tests.support.owned import bytes_of
 
     options: dict[str, Any] = {"max_step_tokens": 16, "prefix": PrefixOptions(snapshots=3)}
 
     def other_bytes(requests: int) -> int:
-        return KVCacheManager.other_bytes(TINY, max_requests=requests, **options)
+        return build.other_bytes(TINY, max_requests=requests, **options)
 
     questions: tuple[dict[str, int], ...] = (
         {"memory_bytes": 8_000_000, "context_tokens": 1000},
@@ -168,8 +168,8 @@ def test_a_manager_allocates_what_was_planned() -> None:
         assert found.request_bytes is not None
         needed = found.requests * found.request_bytes + other_bytes(found.requests)
         assert (found.other_bytes, found.needed_bytes) == (other_bytes(found.requests), needed)
-        manager = KVCacheManager.from_budget(TINY, found.budget, **options)
-        total = manager.memory_bytes().total
+        manager = build.manager_from_budget(TINY, found.budget, **options)
+        total = manager.memory.memory_bytes().total
         assert bytes_of(manager) == total == found.budget.total_bytes
         assert needed <= total <= question.get("memory_bytes", needed)
         if found.question == "requests":  # one more would not fit
@@ -181,7 +181,7 @@ def test_what_a_manager_needs_besides_counts_in_every_refusal() -> None:
     def other_bytes(requests: int) -> int:
         return 1_000_000 + requests
 
-    alone = TINY.request_bytes(1000)
+    alone = TINY.bytes.of_request(1000)
     for question in ({"context_tokens": 1000}, {"context_tokens": 1000, "requests": 1}):
         with pytest.raises(PoolTooSmall) as caught:
             plan(TINY, memory_bytes=alone + 1_000_000, other_bytes=other_bytes, **question)
@@ -190,7 +190,7 @@ def test_what_a_manager_needs_besides_counts_in_every_refusal() -> None:
         PoolTooSmall, match="in addition to 1,000,002 bytes for the manager"
     ) as caught:
         plan(TINY, memory_bytes=1_000_000, requests=2, other_bytes=other_bytes)
-    assert caught.value.minimum_bytes == 2 * TINY.request_bytes(1) + 1_000_002
+    assert caught.value.minimum_bytes == 2 * TINY.bytes.of_request(1) + 1_000_002
 
 
 # ---- too small ------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_what_a_manager_needs_besides_counts_in_every_refusal() -> None:
 def test_memory_too_small_for_one_request_is_refused_with_the_minimum(
     requests: int | None,
 ) -> None:
-    minimum = TINY.request_bytes(1000)
+    minimum = TINY.bytes.of_request(1000)
     with pytest.raises(PoolTooSmall, match=f"{minimum:,}") as caught:
         plan(TINY, memory_bytes=minimum - 1, context_tokens=1000, requests=requests)
     assert caught.value.minimum_bytes == minimum
@@ -208,7 +208,7 @@ def test_memory_too_small_for_one_request_is_refused_with_the_minimum(
 
 
 def test_memory_without_a_block_for_each_request_is_refused_with_the_minimum() -> None:
-    minimum = 7 * TINY.request_bytes(1)
+    minimum = 7 * TINY.bytes.of_request(1)
     with pytest.raises(PoolTooSmall, match=f"{minimum:,}") as caught:
         plan(TINY, memory_bytes=minimum - 1, requests=7)
     assert caught.value.minimum_bytes == minimum
@@ -236,12 +236,12 @@ def test_context_past_the_schema_is_refused() -> None:
 def test_a_model_of_windows_only_has_no_blocks() -> None:
     schema = CacheSchema.build(replace(PRESETS["tiny"], layers=v4_layers([0, 0], backbone=2)))
     assert plan(schema).bytes_per_token == 0
-    found = plan(schema, memory_bytes=10 * schema.bytes_per_request + 5, context_tokens=16_384)
+    found = plan(schema, memory_bytes=10 * schema.bytes.per_request + 5, context_tokens=16_384)
     assert found.requests == 10
     check_exact(schema, found)
-    assert plan(schema, memory_bytes=schema.bytes_per_request, requests=1).context_tokens == 16_384
+    assert plan(schema, memory_bytes=schema.bytes.per_request, requests=1).context_tokens == 16_384
     with pytest.raises(PoolTooSmall):
-        plan(schema, memory_bytes=schema.bytes_per_request - 1, requests=1)
+        plan(schema, memory_bytes=schema.bytes.per_request - 1, requests=1)
 
 
 def test_to_dict_is_json() -> None:
@@ -260,7 +260,7 @@ MEMORY, CONTEXT, REQUESTS = st.integers(1, 4 * GIB), st.integers(1, 16_384), st.
 def test_one_more_request_does_not_fit(
     memory_bytes: int, context_tokens: int, requests: int
 ) -> None:
-    request_bytes = TINY.request_bytes(context_tokens)
+    request_bytes = TINY.bytes.of_request(context_tokens)
     if memory_bytes < request_bytes:
         with pytest.raises(PoolTooSmall) as caught:
             plan(TINY, memory_bytes=memory_bytes, context_tokens=context_tokens)
@@ -278,7 +278,7 @@ def test_one_more_request_does_not_fit(
 @settings(max_examples=150, deadline=None)
 @given(memory_bytes=MEMORY, requests=REQUESTS)
 def test_one_more_token_each_does_not_fit(memory_bytes: int, requests: int) -> None:
-    minimum_bytes = requests * TINY.request_bytes(1)
+    minimum_bytes = requests * TINY.bytes.of_request(1)
     if memory_bytes < minimum_bytes:
         with pytest.raises(PoolTooSmall) as caught:
             plan(TINY, memory_bytes=memory_bytes, requests=requests)
@@ -287,13 +287,13 @@ def test_one_more_token_each_does_not_fit(memory_bytes: int, requests: int) -> N
     found = plan(TINY, memory_bytes=memory_bytes, requests=requests)
     check_exact(TINY, found)
     assert found.context_tokens is not None
-    longer_bytes = requests * TINY.request_bytes(found.context_tokens + 1)
+    longer_bytes = requests * TINY.bytes.of_request(found.context_tokens + 1)
     assert found.context_tokens == TINY.max_context or longer_bytes > memory_bytes
 
 
 def test_a_billion_requests_are_only_arithmetic() -> None:
     found = plan(TINY, context_tokens=16_384, requests=10**9)
-    assert found.needed_bytes == 10**9 * TINY.request_bytes(16_384) > parse_bytes("1PiB")
+    assert found.needed_bytes == 10**9 * TINY.bytes.of_request(16_384) > parse_bytes("1PiB")
 
 
 def test_the_size_of_a_snapshot_is_in_the_plan():

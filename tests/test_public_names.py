@@ -90,6 +90,7 @@ def test_completion_shows_no_internal_name():
     plan = cache.prepare_forward([(request, 3)])
     for shown, names in {
         cache: ("acquire", "admit_request", "commit", "release_request", "stats", "step"),
+        cache.memory: ("block_arena", "max_requests", "memory_bytes"),
         request: ("is_torn", "length", "resume"),
         plan: ("batch", "decode", "drafts", "prefill"),
         cache.acquire(0, plan.batch): ("append", "attend", "select"),
@@ -162,7 +163,7 @@ reveal_type(request)
 reveal_type(plan)
 reveal_type(manager.acquire(0, plan.batch))
 reveal_type(manager.stats())
-reveal_type(manager.memory_bytes())
+reveal_type(manager.memory.memory_bytes())
 """
 SEEN = (
     "dsv4.cache.schema.CacheSchema",

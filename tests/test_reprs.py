@@ -30,7 +30,7 @@ def test_a_schema_says_what_it_lays_out() -> None:
     schema = CacheSchema.build(TINY, max_context=512)
     assert repr(schema) == (
         f"CacheSchema(tiny: {len(schema.layers)} layers, blocks of 128 tokens and "
-        f"{schema.block_bytes:,} bytes, slots of {schema.slot_bytes:,} bytes, entries fp8_ds, "
+        f"{schema.bytes.block:,} bytes, slots of {schema.bytes.slot:,} bytes, entries fp8_ds, "
         f"window fp8_ds, index keys mxfp4, max_context=512, layout {schema.fingerprint[:12]})"
     )
     longest = CacheSchema.build(ModelSpec.preset("v4-pro"))

@@ -46,13 +46,13 @@ def test_bytes_of_a_request_of_v4_flash_by_hand():
     assert found.hot_bytes == 2048 // 32 * entries_row
     tables = owners * (2 * 32 * blocks + 8 * 2048 + 8) + 4 * blocks
     assert found.table_bytes == tables
-    stays = blocks * (FLASH.block_bytes - owners * 32 * 584)
-    slot_and_table = FLASH.slot_bytes + 4 * blocks
+    stays = blocks * (FLASH.bytes.block - owners * 32 * 584)
+    slot_and_table = FLASH.bytes.slot + 4 * blocks
     open_rows = 2 * entries_row
     assert found.device_request_bytes == (
         stays + slot_and_table + found.hot_bytes + tables + open_rows
     )
-    assert found.request_bytes_without == blocks * FLASH.block_bytes + slot_and_table
+    assert found.request_bytes_without == blocks * FLASH.bytes.block + slot_and_table
     assert found.chunk_bytes == 2 * blocks * 32 * 592
     two = sized(FLASH, 1 << 20, step_tokens=8000, open_plans=2)
     assert two.chunk_bytes == 2 * (found.chunk_bytes + 63 * entries_row)
@@ -134,7 +134,7 @@ def test_hot_rows_of_a_layer_follow_its_entries_in_a_block():
     assert hot.arena_rows == 32
     assert [hot.records(page) for page in hot.pages] == [2048, 2048, 2048, 4096]
     assert [page.layer for page in hot.pages] == [2, 8, 14, 20]
-    assert hot.hot_bytes == 32 * schema.entries_bytes
+    assert hot.hot_bytes == 32 * schema.bytes.entries
 
 
 def test_hot_rows_that_cannot_work_are_refused():

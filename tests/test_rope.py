@@ -280,7 +280,7 @@ def test_the_cache_rotates_the_same_bits(record: str):
             assert torch.equal(bits_of(turned), bits_of(back))
             outputs.append(back)
             manager.commit(plan, partial=True)
-        arenas.append(manager.slot_arena.bytes.clone())
+        arenas.append(manager.memory.slot_arena.bytes.clone())
     assert torch.equal(*arenas)
     assert torch.equal(outputs[1], outputs[3])
 

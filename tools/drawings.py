@@ -263,11 +263,11 @@ def blocks(spec: ModelSpec, schema: CacheSchema) -> Drawing:
     for n, name in enumerate(names):
         fill = {"free": "#ffffff", "cached": QUERY}.get(name, CSA)
         at.box(300 + n * 78, 44, 72, 60, fill, f"{n}\n{name}", size=12)
-    at.text(300, 128, f"a block: {schema.block_bytes:,} bytes, one run", colour=PALE)
+    at.text(300, 128, f"a block: {schema.bytes.block:,} bytes, one run", colour=PALE)
     at.text(20, 190, "slot arena: one slot per live request", bold=True)
     for n, name in enumerate(("A", "B", "C", "free")):
         at.box(20 + n * 205, 206, 195, 40, TAIL if name != "free" else "#ffffff", name)
-    at.text(20, 268, f"a slot: {schema.slot_bytes:,} bytes, at any length", colour=PALE)
+    at.text(20, 268, f"a slot: {schema.bytes.slot:,} bytes, at any length", colour=PALE)
     at.text(20, 312, "in a block", bold=True)
     at.box(110, 296, 150, 26, CSA, "CSA entries")
     at.box(264, 296, 110, 26, KEYS, "index keys")

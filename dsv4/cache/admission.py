@@ -29,7 +29,7 @@ from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.none import NoPrefix
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.requests import Condition, Request, RequestTable, require_context, require_fit
@@ -77,7 +77,9 @@ class Admission:
         """How many tokens, and their trail where ids are known and may be cached."""
         if isinstance(prompt, Prompt):
             if salt is not None:
-                raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
+                raise InvalidInput(
+                    "a prompt has its salt already: give it to manager.prefix.prompt"
+                )
             return require_fit(self._schema, prompt.tokens), self._prefix.trail_of(prompt)
         if isinstance(prompt, int | np.integer):
             return require_context(self._schema, prompt), None
@@ -245,7 +247,7 @@ class Admission:
         table, schema = self._table, self._schema
         held = schema.blocks_for(request.length)
         whole = max(request.length, request.reused_tokens) // schema.block_tokens
-        shared = request.block_ids[:whole] if schema.block_bytes else []
+        shared = request.block_ids[:whole] if schema.bytes.block else []
         slots = table.free_slots[: -count - 1 : -1] if count else []
         asker = Asker(request.trail, count * max(0, held - len(shared)))
         with table.supply.reserving(
@@ -283,7 +285,7 @@ class Admission:
         """Copies a state from the host into a slot and, where it ends inside a block, into that
         block."""
         self._memory.slot_arena.bytes[slot].copy_(slot_bytes)
-        if self._schema.block_bytes:
+        if self._schema.bytes.block:
             for block_id in begun:
                 self._memory.block_arena.bytes[block_id].copy_(block_bytes)
 
@@ -432,7 +434,7 @@ class Admission:
         """Makes sure that what the request writes from `length` on into its unfinished block goes
         to a block of its own."""
         block, inside = divmod(length, self._schema.block_tokens)
-        if not inside or not self._schema.block_bytes:
+        if not inside or not self._schema.bytes.block:
             return
         if not self._table.allocator.is_shared(request.block_ids[block]):
             return

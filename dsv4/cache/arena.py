@@ -75,7 +75,7 @@ class LayerPlanes:
         self.layer = layer
         self._arena = arena
         self._planes = {
-            p.name: p for p in schema.planes if p.layer == keeper and p.arena == arena.name
+            p.name: p for p in schema.layout.planes if p.layer == keeper and p.arena == arena.name
         }
         self._views = {name: arena.view(plane) for name, plane in self._planes.items()}
 

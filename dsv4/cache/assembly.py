@@ -83,7 +83,7 @@ def make_parts(
         from dsv4.cache.residency.pool import HostPool  # needs the extra dsv4[tiers]
 
         backend.check_apart()
-        pool = HostPool(sizes.host_rows, schema.entries_bytes, device)
+        pool = HostPool(sizes.host_rows, schema.bytes.entries, device)
         hosts = HostRows(num_blocks)
         if sizes.shared:
             hosts = SharedHostRows(num_blocks, sizes.host_rows, pool.memory)
@@ -94,6 +94,7 @@ def make_parts(
         max_requests=max_requests,
         allocator=None if places is None else ResidentAllocator(num_blocks, places),
     )
+    prefix = _make_prefix(schema, table, options["prefix"], device)
     memory = CacheMemory(
         schema,
         backend,
@@ -104,8 +105,8 @@ def make_parts(
         max_open_plans=options["max_open_plans"],
         entry_sizes=sizes,
         pool=pool,
+        snapshot_bytes=prefix.memory_bytes(),
     )
-    prefix = _make_prefix(schema, table, options["prefix"], device)
     residency, guard = None, Guard()
     make_admission: Callable[..., Admission] = Admission
     make_steps: Callable[..., Steps] = Steps
@@ -159,10 +160,10 @@ def _needed_memory(
 ) -> dict[torch.device, dict[str, int]]:
     """Bytes of the largest parts of a manager, each with its name, by where they are."""
     plans, tokens, prefix = options["max_open_plans"], options["max_step_tokens"], options["prefix"]
-    request_bytes = schema.slot_bytes + schema.block_table_row_bytes
+    request_bytes = schema.bytes.slot + schema.bytes.block_table_row
     step_bytes = plan_bytes(schema, max_requests=max_requests, max_tokens=tokens)
     needed = {
-        f"{num_blocks:,} blocks": num_blocks * max(schema.block_bytes, BOOKS_BYTES),
+        f"{num_blocks:,} blocks": num_blocks * max(schema.bytes.block, BOOKS_BYTES),
         f"{max_requests:,} requests": max_requests * request_bytes,
         f"steps of {tokens:,} tokens, {plans:,} at a time": plans * step_bytes,
     }
@@ -289,5 +290,5 @@ def require_same(schema: CacheSchema, budget: BlockBudget, options: ManagerOptio
         raise InvalidInput(
             f"the budget leaves {budget.other_bytes:,} bytes for what is not cache, with "
             f"these options it is {other:,}: compute it for the same ones, with "
-            f"other_bytes=KVCacheManager.other_bytes(schema, …), or use from_memory"
+            f"other_bytes=dsv4.other_bytes(schema, …), or use manager_from_memory"
         )

@@ -1,16 +1,17 @@
-"""One call from a model's name and an amount of memory to a manager."""
+"""From a model's name, an amount of memory or a budget to a manager, each in one call."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
+from dsv4.cache import assembly
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.options import ManagerOptions, refuse_unknown
 from dsv4.cache.pages import PageForm
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import RecordFormat
-from dsv4.cache.schema import CacheSchema, HcaState
+from dsv4.cache.schema import BlockBudget, CacheSchema, HcaState
 from dsv4.model import ModelSpec
 from dsv4.units import parse_bytes, parse_tokens
 
@@ -71,10 +72,61 @@ def Cache(
     )
     manager_options.setdefault("prefix", PrefixOptions())
     manager_options.setdefault("max_open_plans", 1 + schema.steps_ahead)
-    return KVCacheManager.from_memory(
+    return manager_from_memory(
         schema,
         memory_bytes=parse_bytes(memory),
         max_requests=max_requests,
         context=None if context is None else parse_tokens(context),
         **cast(Any, manager_options),
     )
+
+
+def manager_from_memory(
+    schema: CacheSchema,
+    *,
+    memory_bytes: int,
+    max_requests: int,
+    context: int | None = None,
+    **options: Unpack[ManagerOptions],
+) -> KVCacheManager:
+    """A manager of this `schema`, with these `options`, that allocates no more than `memory_bytes`
+    on its device in total: slots of `max_requests`, the block table, step buffers, workspace and
+    snapshots, and blocks with what is left. With `host_memory` entries take no more than that of
+    the host, and of the device what blocks leave.
+
+    Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
+    """
+    budget = assembly.budget_of(
+        schema,
+        memory_bytes=memory_bytes,
+        max_requests=max_requests,
+        context=context,
+        options=options,
+    )
+    return manager_from_budget(schema, budget, **options)
+
+
+def manager_from_budget(
+    schema: CacheSchema, budget: BlockBudget, **options: Unpack[ManagerOptions]
+) -> KVCacheManager:
+    """A manager of this `schema` that allocates exactly `budget.total_bytes`: a budget that does
+    not include what else these `options` need is refused. `manager_from_memory` computes one that
+    does; with other accounting, build a manager with `budget.num_blocks`. Raises InvalidInput."""
+    assembly.require_same(schema, budget, options)
+    if budget.entry_rows:
+        options.setdefault("entry_rows", budget.entry_rows)
+    return KVCacheManager(
+        schema,
+        num_blocks=budget.num_blocks,
+        max_requests=budget.max_requests,
+        **options,
+    )
+
+
+def other_bytes(
+    schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
+) -> int:
+    """Bytes that a manager of this `schema`, for `max_requests` and with these `options`, allocates
+    in addition to blocks, slots and block table: step buffers, workspace, snapshots. Allocates
+    nothing on the device. Raises InvalidInput."""
+    return assembly.other_bytes(schema, max_requests=max_requests, options=options)

@@ -210,8 +210,10 @@ def _refuse_second(call: str, inside: Visit) -> NoReturn:
 
 
 class Guarded(Protocol):
+    """What has calls of a manager: the manager itself, and what it hands out for the others."""
+
     @property
-    def guard(self) -> Guard: ...
+    def _guard(self) -> Guard: ...
 
     def _release_deferred(self) -> None:
         """Releases what `Guard.defer` was given."""
@@ -230,7 +232,7 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
     name = method.__name__
 
     def guarded(self: G, /, *args: P.args, **options: P.kwargs) -> R:
-        guard = self.guard
+        guard = self._guard
         guard.enter(name)
         try:
             if guard.deferred:
@@ -245,6 +247,20 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
 
     functools.update_wrapper(guarded, method)
     return guarded
+
+
+@changes
+def release_now(owner: Guarded) -> None:
+    """Every call that changes something releases what is deferred; this does nothing else."""
+
+
+def require_free(owner: Guarded, call: str) -> None:
+    """For calls that change nothing but read what others change. Deferred releases have been
+    done."""
+    guard = owner._guard
+    guard.require_free(call)
+    if guard.deferred:
+        release_now(owner)
 
 
 def log_refusal(call: str, error: Exception) -> None:

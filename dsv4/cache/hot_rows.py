@@ -34,7 +34,7 @@ class HotLayout:
     """
 
     def __init__(self, schema: CacheSchema, hot_rows: int | None = None) -> None:
-        if not schema.entries_bytes:
+        if not schema.bytes.entries:
             why = "no layer of it selects entries"
             if not schema.entries_apart:
                 why = "build the schema with entries_apart=True"
@@ -62,7 +62,9 @@ class HotLayout:
         """Of the layers that own entries which are kept apart."""
         schema = self.schema
         found = (
-            schema.page("entries", spec.layer) for spec in schema.model.layers if spec.owns_entries
+            schema.layout.page("entries", spec.layer)
+            for spec in schema.model.layers
+            if spec.owns_entries
         )
         return tuple(page for page in found if page is not None and page.apart)
 
@@ -87,7 +89,7 @@ class HotLayout:
     @property
     def hot_bytes(self) -> int:
         """A slot's rows of the entries arena."""
-        return self.arena_rows * self.schema.entries_bytes
+        return self.arena_rows * self.schema.bytes.entries
 
     @property
     def table_bytes(self) -> int:

@@ -1,39 +1,30 @@
-"""The owner of everything, with every public call."""
+"""The owner of everything, with the calls of each request and each step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import ClassVar, Unpack
+from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.arena import Arena
-from dsv4.cache.assembly import (
-    budget_of,
-    make_handles,
-    make_handoff,
-    make_parts,
-    make_tiers,
-    other_bytes,
-    require_same,
-)
+from dsv4.cache.assembly import make_handles, make_handoff, make_parts, make_tiers
 from dsv4.cache.batch import Batch
 from dsv4.cache.changes import Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.options import ManagerOptions, complete
 from dsv4.cache.prefix.hints import Hints
-from dsv4.cache.prefix.index import BlockEvent
-from dsv4.cache.prefix.pins import PinnedPrefix
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prefixes, Prompt
 from dsv4.cache.prefix.resume import Resume
-from dsv4.cache.prefix.trail import TokenIds, token_ids
+from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.prepare_forward import ForwardPlan, PlanOptions
 from dsv4.cache.recover import recover
 from dsv4.cache.requests import Request
-from dsv4.cache.schema import BlockBudget, CacheSchema
-from dsv4.cache.stats import MemoryBytes, Stats, count_stats
+from dsv4.cache.room import CacheRoom
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.stats import Stats, count_stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step.checks import Step
 from dsv4.cache.warmup import warm_up
@@ -52,31 +43,32 @@ class KVCacheManager(Uncopied):
 
     `schema` is its layout, `num_blocks` blocks hold the context of all requests, `max_requests` may
     be live at once. The `options` are named and explained in `ManagerOptions`
-    (dsv4/cache/options.py); `dsv4.Cache` and `from_memory` find numbers that fit a memory.
+    (dsv4/cache/options.py); `dsv4.Cache` and `dsv4.manager_from_memory` find numbers that fit a
+    memory.
 
-    `table` owns requests, slots and blocks, `memory` the device's bytes, `prefix` what outlives a
-    request. One allocator serves all layers, so admission is atomic: a request has its slot and all
-    its blocks, or nothing. Host calls (everything but what handles launch) belong between captured
-    graphs. A call that raises has changed nothing. With tiers (docs/tiers.md), the fastest first,
-    what is cached is kept below the device too: `manager.tiers` has the calls for that, and is
-    false without any. With a hand-off (docs/distributed.md) requests go from manager to manager:
-    `manager.handoff`.
+    Here are the calls that an engine makes for each request and each step. Others are with what
+    they are about: `manager.memory` is what lies on the device, `manager.room` says what fits,
+    `manager.prefix` is what outlives a request (false without a prefix cache). With tiers
+    (docs/tiers.md), the fastest first, what is cached is kept below the device too:
+    `manager.tiers`. With a hand-off (docs/distributed.md) requests go from manager to manager:
+    `manager.handoff`. Both are false where they are not there.
+
+    One allocator serves all layers, so admission is atomic: a request has its slot and all its
+    blocks, or nothing. Host calls (everything but what handles launch) belong between captured
+    graphs. A call that raises has changed nothing.
 
     With `batch_invariant` no bit of what a token reads (scores, selection, attention) depends on
     what else is in its step or on how its request was divided into steps. Without it, the last bits
     of attention may, where a GPU has a special kernel. It costs time when there are few requests,
     and workspace (docs/exactness.md).
 
-    Threads: calls that change the manager come one at a time, from any thread; one that comes while
-    another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be called at any time.
-    A handle is used by the thread that acquired it; calls of one plan's handles, and its commit,
-    abandon or fail, come one at a time too.
+    Threads: calls that change the manager come one at a time, from any thread, wherever they are;
+    one that comes while another runs raises ThreadError. `stats`, `memory.memory_bytes` and metrics
+    may be called at any time. A handle is used by the thread that acquired it; calls of one plan's
+    handles, and its commit, abandon or fail, come one at a time too.
     """
 
     _instead = "build another one with the same schema"
-    _internal: ClassVar[frozenset[str]] = frozenset(
-        ("backend", "guard", "memory", "prefix", "table")
-    )
 
     @torch.inference_mode(False)  # its memory is written both inside and outside of inference mode
     def __init__(
@@ -89,159 +81,39 @@ class KVCacheManager(Uncopied):
     ) -> None:
         require_type("schema", schema, CacheSchema)
         settings = complete(options)
-        least_blocks = 1 if schema.block_bytes else 0
+        least_blocks = 1 if schema.bytes.block else 0
         num_blocks = require_count("num_blocks", num_blocks, at_least=least_blocks)
         max_requests = require_count("max_requests", max_requests)
         self.schema = schema
         parts = self._parts = make_parts(
             schema, num_blocks=num_blocks, max_requests=max_requests, options=settings
         )
-        self.backend, self.guard, self.memory = parts.backend, parts.guard, parts.memory
-        self.prefix, self.table = parts.prefix, parts.table
+        self._guard, self.memory = parts.guard, parts.memory
         self._admission, self._steps, self._leaving = parts.admission, parts.steps, parts.leaving
-        self._residency = parts.residency
         self.tiers = make_tiers(self, settings["tiers"])
         self.handoff = make_handoff(self, settings["handoff"])
+        self._release_deferred = partial(parts.leaving.release_deferred, self.tiers, self.handoff)
+        self.prefix = Prefixes(parts, self._release_deferred)
+        self.room = CacheRoom(parts, self._release_deferred)
         if self.tiers:
             self._steps.after_commit.append(self.tiers.pump)
         self._handles = make_handles(parts)
 
     def __repr__(self) -> str:
-        blocks = self.table.allocator
+        table, backend = self._parts.table, self._parts.backend
+        blocks = table.allocator
         return (
-            f"KVCacheManager({self.schema.model.name} on {self.device}, {self.backend.name}: "
-            f"{len(self.table.live)} of {self.max_requests} requests; {blocks.total} blocks, "
+            f"KVCacheManager({self.schema.model.name} on {self.device}, {backend.name}: "
+            f"{len(table.live)} of {table.max_requests} requests; {blocks.total} blocks, "
             f"{blocks.held} live, {blocks.idle} cached, {blocks.free} free)"
         )
-
-    @classmethod
-    def from_budget(
-        cls,
-        schema: CacheSchema,
-        budget: BlockBudget,
-        **options: Unpack[ManagerOptions],
-    ) -> KVCacheManager:
-        """A manager that allocates exactly `budget.total_bytes`: a budget that does not include
-        what else these options need is refused. `from_memory` computes one that does; with other
-        accounting, build a manager from `budget.num_blocks`. Raises InvalidInput."""
-        require_same(schema, budget, options)
-        if budget.entry_rows:
-            options.setdefault("entry_rows", budget.entry_rows)
-        return cls(
-            schema,
-            num_blocks=budget.num_blocks,
-            max_requests=budget.max_requests,
-            **options,
-        )
-
-    @classmethod
-    def from_memory(
-        cls,
-        schema: CacheSchema,
-        *,
-        memory_bytes: int,
-        max_requests: int,
-        context: int | None = None,
-        **options: Unpack[ManagerOptions],
-    ) -> KVCacheManager:
-        """A manager that allocates no more than `memory_bytes` on its device in total: slots, the
-        block table, step buffers, workspace and snapshots, and blocks with what is left. With
-        `host_memory` entries take no more than that of the host, and of the device what blocks
-        leave.
-
-        Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
-        """
-        budget = budget_of(
-            schema,
-            memory_bytes=memory_bytes,
-            max_requests=max_requests,
-            context=context,
-            options=options,
-        )
-        return cls.from_budget(schema, budget, **options)
-
-    @classmethod
-    def other_bytes(
-        cls, schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
-    ) -> int:
-        """Bytes that a manager with these options allocates in addition to blocks, slots and block
-        table: step buffers, workspace, snapshots. Allocates nothing on the device. Raises
-        InvalidInput."""
-        return other_bytes(schema, max_requests=max_requests, options=options)
-
-    # ---- what it was built with --------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """The device that the arenas are on."""
         return self.memory.device
 
-    @property
-    def max_requests(self) -> int:
-        """How many requests may be live at once: the number of slots."""
-        return self.table.max_requests
-
-    @property
-    def max_step_tokens(self) -> int:
-        """The most tokens, of all requests together, that one plan holds."""
-        return self.memory.buffers.max_tokens
-
-    @property
-    def block_arena(self) -> Arena:
-        """The bytes of all blocks."""
-        return self.memory.block_arena
-
-    @property
-    def slot_arena(self) -> Arena:
-        """The bytes of all slots."""
-        return self.memory.slot_arena
-
-    @property
-    def block_table(self) -> Tensor:
-        """int32 [max_requests, blocks per request] on the device: block ids, by slot."""
-        return self.memory.block_table
-
-    @property
-    def open_plans(self) -> list[ForwardPlan]:
-        """The plans that are open, the oldest first."""
-        return self._steps.open
-
-    @property
-    def open_plan(self) -> ForwardPlan | None:
-        """The plan that is open, the oldest of several."""
-        return self.open_plans[0] if self.open_plans else None
-
     # ---- requests ------------------------------------------------------------------------------
-
-    def prompt(
-        self, ids: TokenIds, salt: str | None = None, *, hints: Hints | None = None
-    ) -> Prompt:
-        """Reads and hashes a prompt once, for questions about it while it waits, and for its
-        admission. `hints` are those of each request that is admitted with it, through tiers too.
-        Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
-        return self._admission.prompt(ids, salt, hints)
-
-    def look_up(self, prompt: Prompt) -> Resume:
-        """What `admit_request` would find cached of a prompt now, and where it would continue.
-        Changes nothing: neither counts nor the order of eviction. Raises InvalidInput."""
-        self._require_free("look_up")
-        return self._admission.look_up(prompt)
-
-    def needed_blocks(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> int:
-        """Blocks that `admit_request` would take beyond what is cached. Changes nothing. Raises
-        InvalidInput, ContextOverflow."""
-        self._require_free("needed_blocks")
-        return self._admission.needed_blocks(prompt, salt)
-
-    def released_blocks(self, request: Request) -> int:
-        """Blocks that could be taken, free or evictable, if this request were released."""
-        self._require_free("released_blocks")
-        return self._admission.released_blocks(request)
-
-    def can_admit(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> bool:
-        """Whether `admit_request` would succeed now. Changes nothing."""
-        self._require_free("can_admit")
-        return self._admission.can_admit(prompt, salt)
 
     @changes
     def admit_request(
@@ -306,32 +178,14 @@ class KVCacheManager(Uncopied):
         caches it. All its tokens must be known (`supply_ids`). Returns what is left to run, which
         is also `request.resume`. Raises InvalidInput, RequestError, OutOfBlocks, ContextOverflow.
         """
-        self.prefix.required()
+        self._parts.prefix.required()
         self._steps.require_unplanned(request)
         return self._admission.go_on(request, prompt)
-
-    @changes
-    def extend(self, request: Request, tokens: int) -> list[int]:
-        """Reserves blocks so that `tokens` more tokens fit after the request's length; returns the
-        new ids."""
-        return self._admission.extend(request, tokens)
 
     @changes
     def allocate_block(self, request: Request) -> int:
         """One more block at the end of the request's table; its id."""
         return self._admission.add_block(request)
-
-    def block_id(self, request: Request, block: int) -> int:
-        """The id of the physical block that is the request's block number `block`."""
-        return self._admission.block_id(request, block)
-
-    @changes
-    def reset_slot(self, request: Request) -> None:
-        """Starts the request over: length 0, its slot zeroed. It keeps the blocks that only it
-        holds."""
-        self._steps.require_unplanned(request)
-        self._admission.reset(request)
-        self.table.supply.trim_for(request.trail)
 
     @changes
     def release_request(self, request: Request) -> None:
@@ -339,29 +193,6 @@ class KVCacheManager(Uncopied):
         memory is needed. The request cannot be used again."""
         self._steps.require_unplanned(request)
         self._leaving.release(request)
-
-    def release_later(self, request: Request, *, suspend: bool = False) -> None:
-        """Releases a request with the next call of the manager, once no open plan has it; with
-        `suspend`, suspends it if possible. From then on it counts as released. Safe at any time and
-        from any thread, because it only notes what to do: for finalizers, which run wherever a
-        garbage collection starts, even in the middle of a call. Raises InvalidInput for something
-        that is not a request, RequestError for another manager's request."""
-        self._leaving.release_later(request, suspend=suspend)
-
-    @changes
-    def _release_now(self) -> None:
-        """Every call that changes something releases what is deferred; this does nothing else."""
-
-    def _require_free(self, call: str) -> None:
-        """For calls that change nothing but read what others change. Deferred releases have been
-        done."""
-        self.guard.require_free(call)
-        if self.guard.deferred:
-            self._release_now()
-
-    def _release_deferred(self) -> None:
-        """Each call that changes something begins with this."""
-        self._leaving.release_deferred(self.tiers, self.handoff)
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -379,29 +210,6 @@ class KVCacheManager(Uncopied):
         harmless if it was not needed. Raises ThreadError while a call runs, one of a handle too.
         """
         recover(self._parts, self.tiers, self.handoff)
-
-    # ---- cached prefixes ---------------------------------------------------------------------
-
-    @changes
-    def pin(self, ids: TokenIds, salt: str | None = None) -> PinnedPrefix:
-        """Keeps what is cached of these token ids until `unpin`, even under memory pressure."""
-        prefix = self.prefix.required()
-        return prefix.pins.pin(prefix.trail(token_ids(ids), salt), self.guard.change.hand_out)
-
-    @changes
-    def unpin(self, pinned: PinnedPrefix) -> None:
-        """Lets a pinned prefix be evicted again."""
-        self.prefix.required().pins.unpin(pinned)
-        self.table.supply.trim(pinned.nodes[0].root)
-
-    @changes
-    def evict(self, blocks: int | None = None) -> int:
-        """Evicts cached blocks that no request holds, the least recently used first: `blocks` of
-        them, or all that can be. Returns how many. Admission does this by itself."""
-        most = self.table.allocator.idle
-        if blocks is not None:
-            most = require_count("blocks", blocks, at_least=0)
-        return self.prefix.required().blocks.evict(most)
 
     # ---- steps -------------------------------------------------------------------------------
 
@@ -463,7 +271,7 @@ class KVCacheManager(Uncopied):
                 self.commit(plan, ids=ids)
         except BaseException:
             with suppress(ThreadError, RecoveryNeeded):  # another thread is inside: it stays open
-                if self.guard.is_shut:
+                if self._guard.is_shut:
                     self.recover()
                 if not plan.done:
                     self.fail(plan)
@@ -491,10 +299,10 @@ class KVCacheManager(Uncopied):
         request. Returns how many kernels are ready: 0 for the reference, which has none. Raises
         InvalidInput.
         """
-        self.guard.require_free("warmup")
+        self._guard.require_free("warmup")
         return warm_up(
             self.memory,
-            self.backend,
+            self._parts.backend,
             heads=heads,
             workers=workers,
             progress=progress,
@@ -512,8 +320,8 @@ class KVCacheManager(Uncopied):
         handles = self._handles[0][0]
         if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(handles):
             raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
-        if self.guard.number in self.guard.visits:
-            self.guard.refuse("acquire")
+        if self._guard.number in self._guard.visits:
+            self._guard.refuse("acquire")
         if batch is not None:
             step_checks.bound(layer, batch, self._steps.open)
             handles = self._handles[batch.lane][batch.part == "prefill"]
@@ -565,10 +373,6 @@ class KVCacheManager(Uncopied):
 
     # ---- looking -----------------------------------------------------------------------------
 
-    def memory_bytes(self) -> MemoryBytes:
-        """Bytes allocated on the device; arenas and table are what the planner promised."""
-        return self.memory.memory_bytes(snapshots=self.prefix.memory_bytes())
-
     def stats(self) -> Stats:
         """What holds how much, now; what `release_later` has noted counts as released. Safe from
         any thread; while a call runs elsewhere, it may show a mix of before and after."""
@@ -577,14 +381,9 @@ class KVCacheManager(Uncopied):
     def check_invariants(self) -> None:
         """Every block, slot and snapshot has exactly the owners it should. Raises Dsv4Error
         otherwise."""
-        self.table.check_invariants()
-        self.prefix.check_invariants(self.open_plans)
+        parts = self._parts
+        parts.table.check_invariants()
+        parts.prefix.check_invariants(self._steps.open)
         self.handoff.check_invariants()
-        if self._residency is not None:
-            self._residency.check_invariants()
-
-    def take_events(self) -> list[BlockEvent]:
-        """Which blocks were cached and evicted since the last call, in order, for a router that
-        keeps track of prefixes. Build the manager with PrefixOptions(events=True)."""
-        self._require_free("take_events")
-        return self.prefix.required().index.take_events()
+        if parts.residency is not None:
+            parts.residency.check_invariants()

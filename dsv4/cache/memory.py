@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from dsv4.cache.arena import Arena, LayerPlanes
+from dsv4.cache.changes import Uncopied
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.pages import CompressorLayout, PageKind
 from dsv4.cache.residency.memory import EntriesMemory, EntrySizes, LaneEntries
@@ -70,9 +71,21 @@ class Lane:
         )
 
 
-class CacheMemory:
-    """Allocated once, never moved: captured graphs stay valid. Knows no request, only slots and
-    block ids."""
+class CacheMemory(Uncopied):
+    """`manager.memory`: allocated once, never moved, so that captured graphs stay valid. It knows
+    no request, only slots and block ids.
+
+    `block_arena` has the bytes of all blocks, `slot_arena` those of the `max_requests` slots, the
+    `block_table`, int32 [max_requests, blocks per request], block ids by slot; a plan holds up to
+    `max_step_tokens` tokens of all requests together.
+    """
+
+    _internal: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("buffers", "entries", "lanes", "schema", "workspace"),
+            *("copy_block", "copy_slot", "fill_slot", "publish", "zero_slot"),
+        )
+    )
 
     def __init__(
         self,
@@ -86,8 +99,11 @@ class CacheMemory:
         max_open_plans: int = 1,
         entry_sizes: EntrySizes | None = None,
         pool: EntryRows | None = None,
+        snapshot_bytes: int = 0,
     ) -> None:
         self.schema, self.device = schema, device
+        self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
+        self._snapshot_bytes = snapshot_bytes
         self.entries = (
             None
             if entry_sizes is None
@@ -142,8 +158,9 @@ class CacheMemory:
         row = self.block_table[slot, first : first + len(block_ids)]
         row.copy_(host, non_blocking=True)
 
-    def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
-        """Bytes allocated here, together with those of the prefix cache."""
+    def memory_bytes(self) -> MemoryBytes:
+        """Bytes allocated on the device, snapshots of the prefix cache included; arenas and table
+        are what the planner promised."""
         return MemoryBytes(
             block_arena=self.block_arena.memory_bytes(),
             slot_arena=self.slot_arena.memory_bytes(),
@@ -157,7 +174,7 @@ class CacheMemory:
                 + (0 if lane.entries is None else lane.entries.memory_bytes())
                 for lane in self.lanes
             ),
-            snapshots=snapshots,
+            snapshots=self._snapshot_bytes,
             entries=0 if self.entries is None else self.entries.memory_bytes(),
         )
 
@@ -185,11 +202,11 @@ class LayerMemory:
         schema = memory.schema
         pool = PagedKVPool(schema, memory.block_arena, layer)
         state = StateCachePool(schema, memory.slot_arena, layer)
-        window = schema.page("window", layer)
+        window = schema.layout.page("window", layer)
         assert window is not None
 
         def source(kind: PageKind) -> EntrySource | None:
-            page = schema.page(kind, layer)
+            page = schema.layout.page(kind, layer)
             if page is None:
                 return None
             if page.apart:
@@ -216,8 +233,8 @@ class LayerMemory:
             schema=schema.layers[layer],
             pool=pool,
             state=state,
-            compressor=schema.compressor(layer, "main"),
-            index_compressor=schema.compressor(layer, "index"),
+            compressor=schema.layout.compressor(layer, "main"),
+            index_compressor=schema.layout.compressor(layer, "index"),
             window=SWAView.of(state, memory.slot_arena.bytes, window, schema.model.window),
             entries=None if entries is None else ClassicalView.of(of_entries, entries),
             index_keys=None if index_keys is None else IndexerView.of(pool, index_keys),

@@ -59,7 +59,7 @@ class ManagerOptions(TypedDict, total=False):
     docs/exactness.md. With `host_memory`, in bytes or as "256GB", entries may be there
     (docs/residency.md): `hot_rows` is how many of a layer each request has on the device once it
     has fetched them, `entry_rows` for how many blocks all of them have room there (default: the
-    fewest that work; `from_memory` computes it). The schema must have been built with
+    fewest that work; `manager_from_memory` computes it). The schema must have been built with
     entries_apart=True.
     """
 

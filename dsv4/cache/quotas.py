@@ -39,10 +39,11 @@ class Quotas:
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
-        self._prefix: PrefixCache = manager.prefix.required()
-        self._manager, self.guard = manager, manager.guard
-        self._supply: BlockSupply = manager.table.supply
-        self._residency = manager._residency
+        parts = manager._parts
+        self._prefix: PrefixCache = parts.prefix.required()
+        self._manager, self._guard = manager, parts.guard
+        self._supply: BlockSupply = parts.table.supply
+        self._residency = parts.residency
         self._tiers: dict[str, list[LimitedTier]] = {}
         if manager.tiers:
             from dsv4.tiers.disk import DiskTier
@@ -101,9 +102,9 @@ class Quotas:
         """The tighter of the two that bound blocks."""
         schema, limits = self._manager.schema, list[BlockLimit]()
         if (most := quota.device_bytes) is not None:
-            limits.append(BlockLimit(most // schema.block_bytes, salt, most, schema.block_bytes))
+            limits.append(BlockLimit(most // schema.bytes.block, salt, most, schema.bytes.block))
         if (most := quota.host_bytes) is not None and self._residency is not None:
-            each = schema.entries_bytes
+            each = schema.bytes.entries
             limits.append(BlockLimit(most // each, salt, most, each, "host"))
         return min(limits, key=lambda limit: limit.blocks, default=None)
 
@@ -132,9 +133,9 @@ class Quotas:
     def _use(self, root: bytes, salt: str | None) -> QuotaUse:
         _, quota = self._supply.quotas.get(root, (salt, Quota()))
         schema, allocator = self._manager.schema, self._supply.allocator
-        owners, block_bytes = allocator.owners, schema.block_bytes
+        owners, block_bytes = allocator.owners, schema.bytes.block
         pinned = self._prefix.blocks.pinned_blocks(root=root)
-        entries_bytes = allocator.host_rows_of(root) * schema.entries_bytes
+        entries_bytes = allocator.host_rows_of(root) * schema.bytes.entries
         return QuotaUse(
             salt=salt,
             quota=quota,

@@ -241,7 +241,7 @@ def _request(table: RequestTable, request: Request, *, is_rewritten: bool) -> No
     length, is torn."""
     schema = table.schema
     held = len(request.block_ids) * schema.block_tokens
-    is_cut = bool(schema.block_bytes) and request.length > held
+    is_cut = bool(schema.bytes.block) and request.length > held
     if is_cut:
         table.numbers[LENGTH, request.slot] = held
     if is_cut or is_rewritten:

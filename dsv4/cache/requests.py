@@ -431,7 +431,7 @@ class RequestTable:
         block_tokens = self.schema.block_tokens
         published = self.numbers[PUBLISHED].take(slots)
         growing = (ends > published * block_tokens).nonzero()[0]
-        if not len(growing) or not self.schema.block_bytes:  # window-only layers need none
+        if not len(growing) or not self.schema.bytes.block:  # window-only layers need none
             return _NO_GROWTH
         return self._reserve_growth(
             [requests[row] for row in growing.tolist()],

@@ -1,8 +1,8 @@
 """The map of the arenas: which tensor lives at which byte. Torch-free and frozen.
 
-    block arena   uint8 [num_blocks, block_bytes]   what the model keeps of `block_tokens` tokens
-    slot arena    uint8 [num_slots,  slot_bytes]    what a live request has in addition to blocks
-    entries arena uint8 [rows, entries_bytes]       with `entries_apart`: of a block, the entries of
+    block arena   uint8 [num_blocks, bytes.block]   what the model keeps of `block_tokens` tokens
+    slot arena    uint8 [num_slots,  bytes.slot]    what a live request has in addition to blocks
+    entries arena uint8 [rows, bytes.entries]       with `entries_apart`: of a block, the entries of
                                                     the layers that select, which may leave the
                                                     device; the block arena has the rest
 
@@ -14,24 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import lcm
 from typing import Any, Literal, get_args
 
 from dsv4.cache import records
-from dsv4.cache.pages import (
-    ITEM_BYTES,
-    ArenaName,
-    CompressorKind,
-    CompressorLayout,
-    Page,
-    PageForm,
-    PageKind,
-    Plane,
-    Ring,
-)
+from dsv4.cache.layout import BLOCK_ID_BYTES, CacheBytes, Layout, lay_out
+from dsv4.cache.pages import ArenaName, PageForm
 from dsv4.cache.records import RecordFormat
 from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError, require_count, require_flag
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
@@ -49,8 +39,6 @@ __all__ = [
 ]
 
 HcaState = Literal["raw", "online"]
-_FP32_BYTES = 4
-_BLOCK_ID_BYTES = 4
 LAYOUT_VERSION = 2  # 1 left padding bytes as they were; they are 0 now
 
 
@@ -123,17 +111,6 @@ class LayerCacheSchema:
         return 2 * self.spec.ratio + self.max_rollback_tokens - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """Where everything lies: what a schema derives from its parameters."""
-
-    pages: tuple[Page, ...]
-    planes: tuple[Plane, ...]
-    block_bytes: int
-    slot_bytes: int
-    entries_bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class CacheSchema:
     """The complete layout for one model and one choice of parameters. Make it with `build`.
@@ -163,11 +140,11 @@ class CacheSchema:
 
     def __repr__(self) -> str:
         whole = ", records whole" if self.page_form == "records" else ""
-        apart = f" and {self.entries_bytes:,} bytes of entries apart" if self.entries_apart else ""
+        apart = f" and {self.bytes.entries:,} bytes of entries apart" if self.entries_apart else ""
         return (
             f"CacheSchema({self.model.name}: {len(self.layers)} layers, blocks of "
-            f"{self.block_tokens} tokens and {self.block_bytes:,} bytes{apart}, slots of "
-            f"{self.slot_bytes:,} bytes, entries {self.entry_format.name}, window "
+            f"{self.block_tokens} tokens and {self.bytes.block:,} bytes{apart}, slots of "
+            f"{self.bytes.slot:,} bytes, entries {self.entry_format.name}, window "
             f"{self.window_format.name}, index keys {self.index_format.name}{whole}, "
             f"max_context={self.max_context}, layout {self.fingerprint[:12]})"
         )
@@ -277,9 +254,9 @@ class CacheSchema:
         )
 
     def __post_init__(self) -> None:
-        _ = self._layout  # an impossible layout is refused here, not when it is first read
+        _ = self._laid_out  # an impossible layout is refused here, not when it is first read
 
-    # ---- layers, pages, planes -------------------------------------------------------------
+    # ---- what follows from them ------------------------------------------------------------
 
     @cached_property
     def layers(self) -> tuple[LayerCacheSchema, ...]:
@@ -296,223 +273,31 @@ class CacheSchema:
         )
 
     @cached_property
-    def _layout(self) -> _Layout:
-        pages: list[Page] = []
-        planes: list[Plane] = []
-        block_bytes = slot_bytes = entries_bytes = 0
-        for layer in self.layers:
-            kept: tuple[tuple[PageKind, int, RecordFormat], ...] = (
-                ("entries", layer.entries_per_block, self.entry_format),
-                ("index_keys", layer.index_keys_per_block, self.index_format),
-            )
-            for kind, rows, record in kept:
-                if not rows:
-                    continue
-                if kind == "entries" and self._may_leave(layer):
-                    page = self._page(kind, layer, entries_bytes, rows, record, apart=True)
-                    entries_bytes += self._aligned(page.payload_bytes)
-                else:
-                    page = self._page(kind, layer, block_bytes, rows, record)
-                    block_bytes += self._aligned(page.payload_bytes)
-                pages.append(page)
-            page = self._page("window", layer, slot_bytes, layer.ring_rows, self.window_format)
-            pages.append(page)
-            slot_bytes += self._aligned(page.payload_bytes)
-            for plane in self._tail_planes(layer, slot_bytes):
-                planes.append(plane)
-                slot_bytes += self._aligned(plane.payload_bytes)
-        for page in pages:
-            planes.extend(page.planes())
-        for plane in planes:
-            item = ITEM_BYTES[plane.dtype]
-            if any(value % item for value in (plane.offset_bytes, *plane.strides_bytes)):
-                raise SchemaError(
-                    f"{plane.name} of layer {plane.layer} would not be aligned to its {item}-byte "
-                    f"items: choose widths whose rows are multiples of {item} bytes"
-                )
-        planes.sort(key=lambda plane: (plane.arena, plane.offset_bytes))
-        return _Layout(
-            pages=tuple(pages),
-            planes=tuple(planes),
-            block_bytes=self._whole_records(block_bytes, "block", pages),
-            slot_bytes=self._whole_records(slot_bytes, "slot", pages),
-            entries_bytes=self._whole_records(entries_bytes, "entries", pages),
-        )
-
-    def _whole_records(self, row_bytes: int, arena: ArenaName, pages: list[Page]) -> int:
-        """With the bytes that follow an arena's row so that the distance between two pages is a
-        number of whole records: a kernel that counts records of `page_form` "records" asks for
-        that."""
-        if self.page_form == "planes":
-            return row_bytes
-        own = [page for page in pages if page.form == "records" and page.arena == arena]
-        unit = lcm(self.align_bytes, *(page.record_bytes for page in own))
-        return -(-row_bytes // unit) * unit
-
-    def _may_leave(self, layer: LayerCacheSchema) -> bool:
-        """Whether the layer's entries are read by selection, and so are kept apart."""
-        return self.entries_apart and layer.spec.attention is AttentionType.CSA
-
-    def _page(
-        self,
-        kind: PageKind,
-        layer: LayerCacheSchema,
-        offset: int,
-        rows: int,
-        record: RecordFormat,
-        *,
-        apart: bool = False,
-    ) -> Page:
-        return Page(
-            kind=kind,
-            layer=layer.spec.layer,
-            offset_bytes=offset,
-            rows=rows,
-            format=record,
-            apart=apart,
-            form="planes" if kind == "index_keys" else self.page_form,
-        )
-
-    def _tail_planes(self, layer: LayerCacheSchema, offset: int) -> Iterator[Plane]:
-        """Unfinished groups: values (k) and gate logits (z) of the current (a) and previous (b)
-        stream, for the main compressor and, where it has its own, for the indexer's. An online
-        layer has instead, for each of its newest tokens, maximum, sum and weighted sum."""
-        if layer.online:
-            row_bytes = 3 * self.model.head_dim * _FP32_BYTES
-            yield Plane(
-                name="tail_state",
-                layer=layer.spec.layer,
-                kind="tail",
-                arena="slot",
-                offset_bytes=offset,
-                shape=(layer.state_rows, 3, self.model.head_dim),
-                strides_bytes=(row_bytes, row_bytes // 3, _FP32_BYTES),
-                dtype="float32",
-            )
-            return
-        compressors = [("tail", self.model.head_dim)]
-        if layer.spec.index_keys == "compressor" and layer.spec.owns_entries:
-            compressors.append(("index_tail", self.model.index_dim))
-        for kind, width in compressors:
-            for stream, rows in (("a", layer.tail_a_rows), ("b", layer.tail_b_rows)):
-                for value in ("k", "z"):
-                    if not rows:
-                        continue
-                    plane = Plane(
-                        name=f"{kind}_{value}{stream}",
-                        layer=layer.spec.layer,
-                        kind=kind,
-                        arena="slot",
-                        offset_bytes=offset,
-                        shape=(rows, width),
-                        strides_bytes=(width * _FP32_BYTES, _FP32_BYTES),
-                        dtype="float32",
-                    )
-                    yield plane
-                    offset += self._aligned(plane.payload_bytes)
-
-    def _aligned(self, count_bytes: int) -> int:
-        return -(-count_bytes // self.align_bytes) * self.align_bytes
+    def _laid_out(self) -> tuple[Layout, dict[ArenaName, int]]:
+        return lay_out(self)
 
     @property
-    def pages(self) -> tuple[Page, ...]:
-        """Every page of a block and a slot, in the order of the bytes."""
-        return self._layout.pages
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """Every plane: one kind of value of a page, with offset, rows and stride."""
-        return self._layout.planes
+    def layout(self) -> Layout:
+        """Which byte is where: pages, planes, compressors."""
+        return self._laid_out[0]
 
     @cached_property
-    def _page_index(self) -> dict[tuple[str, int], Page]:
-        return {(page.kind, page.layer): page for page in self.pages}
-
-    @cached_property
-    def _plane_index(self) -> dict[tuple[str, int], Plane]:
-        return {(plane.name, plane.layer): plane for plane in self.planes}
-
-    def page(self, kind: PageKind, layer: int) -> Page | None:
-        """The page of a kind that `layer` reads: its own, or its owner's for shared entries."""
-        owner = layer if kind == "window" else self.model.layers[layer].owner
-        return self._page_index.get((kind, owner))
-
-    def plane(self, name: str, layer: int) -> Plane | None:
-        """The plane of that name that `layer` itself keeps."""
-        return self._plane_index.get((name, layer))
-
-    def compressor(self, layer: int, kind: CompressorKind) -> CompressorLayout | None:
-        """The main compressor of a layer, which makes entries, or the indexer's ("index"), which
-        makes index keys; None where the layer has none of its own. Raises InvalidInput."""
-        if kind not in get_args(CompressorKind):
-            raise InvalidInput(f"no compressor is called {kind!r}: ask for 'main' or 'index'")
-        spec = self.layers[layer].spec
-        indexer = kind == "index"
-        page = self._page_index.get(("index_keys" if indexer else "entries", layer))
-        if page is None or (indexer and spec.index_keys != "compressor"):
-            return None
-        prefix = "index_tail" if indexer else "tail"
-        return CompressorLayout(
-            kind=kind,
-            ratio=spec.ratio,
-            overlap=spec.overlap,
-            width=page.format.width,
-            rope_dim=self.model.rope_dim,
-            hadamard=indexer and spec.index_hadamard,
-            page=page,
-            gated=spec.gated,
-            skips_last=self.layers[layer].tail_skips_last,
-            key_page=None if indexer else self._latent_key_page(layer),
-            **{
-                name: self._ring(f"{prefix}_{name}", layer)
-                for name in ("ka", "za", "kb", "zb", "state")
-            },
+    def bytes(self) -> CacheBytes:
+        """How large everything is: a block, a slot, what a request costs."""
+        sizes = self._laid_out[1]
+        return CacheBytes(
+            block=sizes["block"],
+            slot=sizes["slot"],
+            entries=sizes["entries"],
+            block_tokens=self.block_tokens,
+            block_table_row=self.max_blocks_per_request * BLOCK_ID_BYTES,
         )
 
-    def _latent_key_page(self, layer: int) -> Page | None:
-        if self.layers[layer].spec.index_keys != "latent":
-            return None
-        return self._page_index.get(("index_keys", layer))
-
-    def _ring(self, plane_name: str, layer: int) -> Ring | None:
-        plane = self.plane(plane_name, layer)
-        return None if plane is None else Ring(offset_bytes=plane.offset_bytes, rows=plane.shape[0])
-
-    # ---- sizes -----------------------------------------------------------------------------
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block: `block_tokens` tokens, all layers."""
-        return self._layout.block_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot: what a request has outside of its blocks, all layers."""
-        return self._layout.slot_bytes
-
-    @property
-    def entries_bytes(self) -> int:
-        """A row of the entries arena: of one block what is kept apart; 0 where nothing is."""
-        return self._layout.entries_bytes
-
-    @property
-    def bytes_per_token(self) -> float:
-        """What one more token of context costs, alignment included (a whole block's share)."""
-        return (self.block_bytes + self.entries_bytes) / self.block_tokens
-
-    @property
-    def bytes_per_request(self) -> int:
-        """What a live request costs whatever its length: its slot and its row of block ids."""
-        return self.slot_bytes + self.block_table_row_bytes
+    # ---- counts ----------------------------------------------------------------------------
 
     @cached_property
     def max_blocks_per_request(self) -> int:
         return self.blocks_for(self.max_context)
-
-    @property
-    def block_table_row_bytes(self) -> int:
-        """Bytes of one request's row of the block table."""
-        return self.max_blocks_per_request * _BLOCK_ID_BYTES
 
     @cached_property
     def max_rollback_tokens(self) -> int:
@@ -538,14 +323,9 @@ class CacheSchema:
 
     def blocks_for(self, tokens: int) -> int:
         """A model of window-only layers keeps nothing in blocks and needs none."""
-        if not self.block_bytes:
+        if not self._laid_out[1]["block"]:
             return 0
         return -(-tokens // self.block_tokens)
-
-    def request_bytes(self, tokens: int) -> int:
-        """All bytes of one request of that length."""
-        block = self.block_bytes + self.entries_bytes
-        return self.bytes_per_request + self.blocks_for(tokens) * block
 
     @cached_property
     def content_fingerprint(self) -> str:
@@ -574,8 +354,10 @@ class CacheSchema:
                 "formats": [
                     asdict(f) for f in (self.entry_format, self.window_format, self.index_format)
                 ],
-                "block_planes": [asdict(plane) for plane in self.planes if plane.arena == "block"],
-                "block_bytes": self.block_bytes,
+                "block_planes": [
+                    asdict(plane) for plane in self.layout.planes if plane.arena == "block"
+                ],
+                "block_bytes": self.bytes.block,
                 **self._apart_facts(),
                 **({} if self.page_form == "planes" else {"page_form": self.page_form}),
             }
@@ -583,10 +365,10 @@ class CacheSchema:
 
     def _apart_facts(self) -> dict[str, object]:
         """Left out of fingerprints where nothing is apart."""
-        if not self.entries_bytes:
+        if not self.bytes.entries:
             return {}
-        planes = [asdict(plane) for plane in self.planes if plane.arena == "entries"]
-        return {"entries_planes": planes, "entries_bytes": self.entries_bytes}
+        planes = [asdict(plane) for plane in self.layout.planes if plane.arena == "entries"]
+        return {"entries_planes": planes, "entries_bytes": self.bytes.entries}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -594,8 +376,10 @@ class CacheSchema:
         return _digest(
             {
                 "content": self.content_fingerprint,
-                "slot_planes": [asdict(plane) for plane in self.planes if plane.arena == "slot"],
-                "slot_bytes": self.slot_bytes,
+                "slot_planes": [
+                    asdict(plane) for plane in self.layout.planes if plane.arena == "slot"
+                ],
+                "slot_bytes": self.bytes.slot,
             }
         )
 
@@ -603,21 +387,21 @@ class CacheSchema:
 def row_bytes(schema: CacheSchema, arena: ArenaName) -> int:
     """Bytes of a row of an arena."""
     if arena == "entries":
-        return schema.entries_bytes
-    return schema.block_bytes if arena == "block" else schema.slot_bytes
+        return schema.bytes.entries
+    return schema.bytes.block if arena == "block" else schema.bytes.slot
 
 
 def bytes_by_kind(schema: CacheSchema) -> dict[str, dict[str, int]]:
     """Bytes of each plane kind in a block, wherever it lies, and in a slot, and what alignment
     and scale-row padding add; each column sums to block_bytes and entries_bytes, and slot_bytes."""
     result: dict[str, dict[str, int]] = {"block": {}, "slot": {}}
-    for plane in schema.planes:
+    for plane in schema.layout.planes:
         kinds = result["slot" if plane.arena == "slot" else "block"]
         kind = f"{schema.model.layers[plane.layer].attention} {plane.kind}"
         kinds[kind] = kinds.get(kind, 0) + plane.payload_bytes
     for arena, total in (
-        ("block", schema.block_bytes + schema.entries_bytes),
-        ("slot", schema.slot_bytes),
+        ("block", schema.bytes.block + schema.bytes.entries),
+        ("slot", schema.bytes.slot),
     ):
         result[arena]["padding"] = total - sum(result[arena].values())
     return result
@@ -628,7 +412,7 @@ def byte_map(schema: CacheSchema, arena: ArenaName) -> str:
     total = row_bytes(schema, arena)
     whole = ", records of entries and windows whole" if schema.page_form == "records" else ""
     lines = [f"{arena}: {total:,} bytes, pages aligned to {schema.align_bytes}{whole}"]
-    for plane in schema.planes:
+    for plane in schema.layout.planes:
         if plane.arena != arena:
             continue
         shape = "x".join(str(extent) for extent in plane.shape)
@@ -691,7 +475,7 @@ def compute_block_budget(
     needed_entry_rows: int = 0,
 ) -> BlockBudget:
     """Gives each of `max_requests` a slot, and blocks what is left of `memory_bytes`, less
-    `other_bytes`. `KVCacheManager.other_bytes` says what else a manager needs. With entries that
+    `other_bytes`. `dsv4.other_bytes` says what else a manager needs. With entries that
     are kept apart, `host_bytes` is the host memory for them; at least `needed_entry_rows` blocks
     have theirs on the device, and more if memory is left.
 
@@ -706,9 +490,9 @@ def compute_block_budget(
             f"context={tokens} is past max_context={schema.max_context} of the schema"
         )
     other_bytes = require_count("other_bytes", other_bytes, at_least=0)
-    fixed = max_requests * schema.bytes_per_request + other_bytes
-    needed = schema.blocks_for(tokens) if schema.block_bytes else 0
-    if schema.entries_bytes:
+    fixed = max_requests * schema.bytes.per_request + other_bytes
+    needed = schema.blocks_for(tokens) if schema.bytes.block else 0
+    if schema.bytes.entries:
         return _budget_apart(
             schema,
             memory_bytes=memory_bytes,
@@ -718,25 +502,25 @@ def compute_block_budget(
             host_bytes=host_bytes,
             least_rows=needed_entry_rows,
         )
-    blocks = max(0, memory_bytes - fixed) // schema.block_bytes if schema.block_bytes else 0
+    blocks = max(0, memory_bytes - fixed) // schema.bytes.block if schema.bytes.block else 0
     if memory_bytes < fixed or blocks < needed:
-        minimum = fixed + needed * schema.block_bytes
+        minimum = fixed + needed * schema.bytes.block
         raise PoolTooSmall(
-            f"{memory_bytes:,} bytes leave {blocks:,} blocks of {schema.block_bytes:,} bytes after "
+            f"{memory_bytes:,} bytes leave {blocks:,} blocks of {schema.bytes.block:,} bytes after "
             f"{max_requests:,} request slot{'' if max_requests == 1 else 's'} of "
-            f"{schema.bytes_per_request:,}"
+            f"{schema.bytes.per_request:,}"
             + (f" and {other_bytes:,} in addition" if other_bytes else "")
             + f", but one request of {tokens:,} tokens needs {needed:,} blocks: give at least "
             f"{minimum:,} bytes, or ask for fewer requests or less context",
             minimum_bytes=minimum,
         )
-    used = fixed + blocks * schema.block_bytes
+    used = fixed + blocks * schema.bytes.block
     return BlockBudget(
         num_blocks=blocks,
         max_requests=max_requests,
-        block_arena_bytes=blocks * schema.block_bytes,
-        slot_arena_bytes=max_requests * schema.slot_bytes,
-        block_table_bytes=max_requests * schema.block_table_row_bytes,
+        block_arena_bytes=blocks * schema.bytes.block,
+        slot_arena_bytes=max_requests * schema.bytes.slot,
+        block_table_bytes=max_requests * schema.bytes.block_table_row,
         unused_bytes=memory_bytes - used,
         other_bytes=other_bytes,
     )
@@ -759,8 +543,8 @@ def _budget_apart(
             "the entries of this schema are kept apart: say how much host memory there is for them "
             "(host_bytes), or build the schema without entries_apart"
         )
-    stays, entries = schema.block_bytes, schema.entries_bytes
-    fixed = max_requests * schema.bytes_per_request + other_bytes
+    stays, entries = schema.bytes.block, schema.bytes.entries
+    fixed = max_requests * schema.bytes.per_request + other_bytes
     minimum = fixed + needed * stays + min(needed, least_rows) * entries
     if host_bytes < needed * entries:
         raise PoolTooSmall(
@@ -773,7 +557,7 @@ def _budget_apart(
     if memory_bytes < minimum:
         raise PoolTooSmall(
             f"{memory_bytes:,} bytes on the device do not hold {max_requests} request slots of "
-            f"{schema.bytes_per_request:,} bytes, {other_bytes:,} bytes in addition, {needed} "
+            f"{schema.bytes.per_request:,} bytes, {other_bytes:,} bytes in addition, {needed} "
             f"blocks of {stays:,} bytes for one request, and the entries of "
             f"{min(needed, least_rows)} blocks of {entries:,}: give at least {minimum:,} bytes, or "
             f"ask for fewer requests, less context or shorter steps",
@@ -796,8 +580,8 @@ def _budget_apart(
         num_blocks=blocks,
         max_requests=max_requests,
         block_arena_bytes=blocks * stays,
-        slot_arena_bytes=max_requests * schema.slot_bytes,
-        block_table_bytes=max_requests * schema.block_table_row_bytes,
+        slot_arena_bytes=max_requests * schema.bytes.slot,
+        block_table_bytes=max_requests * schema.bytes.block_table_row,
         unused_bytes=room - blocks * stays - rows * entries,
         other_bytes=other_bytes,
         entry_rows=rows,

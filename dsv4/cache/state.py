@@ -115,7 +115,7 @@ class LiveRows:
 def live_rows(schema: CacheSchema, layer: int) -> Iterator[LiveRows]:
     """What a step reads of one layer's part of a slot. Layers that draft several tokens at once
     read the row of P - window as well, if the ring still has it."""
-    page = schema.page("window", layer)
+    page = schema.layout.page("window", layer)
     assert page is not None
     rows = schema.model.window - 1
     if layer in schema.draft_layers and schema.model.draft_block:
@@ -136,7 +136,7 @@ def live_rows(schema: CacheSchema, layer: int) -> Iterator[LiveRows]:
 
 
 def _live_tails(schema: CacheSchema, layer: int, compressor: CompressorKind) -> Iterator[LiveRows]:
-    found = schema.compressor(layer, compressor)
+    found = schema.layout.compressor(layer, compressor)
     if found is None:
         return
     ratio, width, skips = found.ratio, found.width * _FP32_BYTES, found.skips_last
@@ -214,7 +214,7 @@ class SnapshotLayout:
     @cached_property
     def unit_bytes(self) -> int:
         """The largest power of two that divides every place and width."""
-        unit = gcd(8, self.schema.slot_bytes, self.row_bytes)
+        unit = gcd(8, self.schema.bytes.slot, self.row_bytes)
         for section in self.sections:
             for each in section:
                 unit = gcd(unit, each.width_bytes, each.slot_offset_bytes, each.offset_bytes)
@@ -272,11 +272,11 @@ class StateLayout:
     @cached_property
     def block_rows(self) -> tuple[BlockRows, ...]:
         found = []
-        for page in self.schema.pages:
+        for page in self.schema.layout.pages:
             if page.kind == "window":
                 continue
             ratio = self.schema.model.layers[page.layer].ratio
-            apart = self.schema.block_bytes if page.apart else 0  # what stays comes first
+            apart = self.schema.bytes.block if page.apart else 0  # what stays comes first
             whole = ((page.record_bytes, apart + page.offset_bytes),)
             halves = (
                 (page.data_row_bytes, page.offset_bytes),
@@ -293,7 +293,7 @@ class StateLayout:
 
     @cached_property
     def payload_bytes(self) -> int:
-        return self.block_offset_bytes + self.schema.block_bytes + self.schema.entries_bytes
+        return self.block_offset_bytes + self.schema.bytes.block + self.schema.bytes.entries
 
     def gather(
         self, slot: Bytes, block: Bytes, length: int, payload: Bytes, *, written: int

@@ -46,7 +46,7 @@ class Workspace:
             _attend_bytes(schema, backend, max_tokens) // 4, dtype=torch.float32, device=device
         )
         self.scratch = torch.empty((max_items, model.head_dim), dtype=torch.float32, device=device)
-        self.slot = torch.empty((schema.slot_bytes,), dtype=torch.uint8, device=device)
+        self.slot = torch.empty((schema.bytes.slot,), dtype=torch.uint8, device=device)
         self.arrived = torch.zeros((max_items,), dtype=torch.int32, device=device)
         self.staging_page = staging_page(
             schema, max_requests=block_table.shape[0], max_tokens=max_tokens

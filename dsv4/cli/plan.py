@@ -376,13 +376,13 @@ def _other_bytes(
     batch_invariant: bool,
 ) -> OtherBytes:
     """What a manager with these options needs in addition. Loads torch."""
-    from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache import build
     from dsv4.cache.prefix.options import PrefixOptions
 
     prefix = PrefixOptions(snapshots=snapshots) if snapshots else None
 
     def other_bytes(requests: int) -> int:
-        return KVCacheManager.other_bytes(
+        return build.other_bytes(
             schema,
             max_requests=requests,
             max_step_tokens=step_tokens,

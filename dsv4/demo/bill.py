@@ -46,12 +46,12 @@ def flash_bill() -> FlashBill:
     schema, v41 = CacheSchema.build(model), CacheSchema.build(ModelSpec.preset(V41_MODEL))
     unquantised = CacheSchema.build(model, entry_format="bf16", index_format="bf16")
     return FlashBill(
-        bytes_per_token=schema.bytes_per_token,
-        bf16_bytes_per_token=unquantised.bytes_per_token,
-        bytes_per_request=schema.bytes_per_request,
+        bytes_per_token=schema.bytes.per_token,
+        bf16_bytes_per_token=unquantised.bytes.per_token,
+        bytes_per_request=schema.bytes.per_request,
         fits=_fits(schema),
-        v41_bytes_per_token=v41.bytes_per_token,
-        v41_bytes_per_request=v41.bytes_per_request,
+        v41_bytes_per_token=v41.bytes.per_token,
+        v41_bytes_per_request=v41.bytes.per_request,
         v41_fits=_fits(v41),
     )
 

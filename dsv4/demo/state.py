@@ -28,8 +28,8 @@ def cache_state(
         entries=entries,
         block_bytes=stats.block_bytes_live,
         slot_bytes=stats.slot_bytes_live,
-        trained_bytes=stats.blocks_live * trained.block_bytes
-        + stats.requests_live * trained.slot_bytes,
+        trained_bytes=stats.blocks_live * trained.bytes.block
+        + stats.requests_live * trained.bytes.slot,
     )
 
 

@@ -68,7 +68,10 @@ class CachedLayer:
     def __init__(self, block: Block, schema: CacheSchema) -> None:
         self.block = block
         number, weights = block.spec.layer, block.attention
-        main, index = schema.compressor(number, "main"), schema.compressor(number, "index")
+        main, index = (
+            schema.layout.compressor(number, "main"),
+            schema.layout.compressor(number, "index"),
+        )
         self._values = _VALUES[schema.entry_format.value_dtype]
         self._keys = None if index is None else _VALUES[schema.index_format.value_dtype]
         self._cache = LayerWeights(

@@ -52,7 +52,7 @@ class EventPublisher:
         buffer_bytes: int = 256 << 20,
         most_waiting: int = 100_000,
     ) -> None:
-        prefix = manager.prefix
+        prefix = manager._parts.prefix
         if not prefix:
             raise InvalidInput(
                 "events report what is cached, and nothing is: build the manager with prefix=..."
@@ -74,7 +74,7 @@ class EventPublisher:
             most_waiting=require_count("most_waiting", most_waiting),
         )
         self._sender.start()
-        residency = manager._residency
+        residency = manager._parts.residency
         away = (lambda block_id: False) if residency is None else residency.places.is_away
         listener = _Listener(prefix, self._sender, away)
         self._listeners, self._listener = prefix.notices.observers, listener

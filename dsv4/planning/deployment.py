@@ -286,7 +286,7 @@ class _Job:
         return self.managers[part.layers]
 
     def _of_rank(self, stage: _Stage, context: int) -> int:
-        each = stage.schema.request_bytes(context)
+        each = stage.schema.bytes.of_request(context)
         counts = range(1, max(0, stage.left) // each + 1)
         return bisect_right(
             counts, stage.left, key=lambda count: count * each + stage.others(count)
@@ -297,7 +297,7 @@ class _Job:
         return Fit(
             context_tokens=context,
             requests=layout.dp * min(self._of_rank(stage, context) for stage in found),
-            request_bytes=sum(stage.schema.request_bytes(context) for stage in found),
+            request_bytes=sum(stage.schema.bytes.of_request(context) for stage in found),
             with_host_memory=self._with_host_memory(layout, found, context),
             peers={
                 peer.name: (layout.dp * low, layout.dp * high)

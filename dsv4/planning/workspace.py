@@ -1,5 +1,5 @@
 """What a manager has on a GPU in addition to blocks, slots and block table, without that GPU and
-without torch: `KVCacheManager.other_bytes` there gives the same, byte for byte."""
+without torch: `dsv4.other_bytes` there gives the same, byte for byte."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def requests_to_draw(asked: int | None) -> tuple[int, ...]:
 def _draw(axes: Any, schema: CacheSchema, memory_bytes: int | None, counts: list[int]) -> None:
     contexts = _contexts(schema)
     for rank, count in enumerate(counts):
-        needed = [count * schema.request_bytes(tokens) for tokens in contexts]
+        needed = [count * schema.bytes.of_request(tokens) for tokens in contexts]
         color = _shade(rank, len(counts))
         axes.plot(contexts, needed, color=color, linewidth=2)
         axes.annotate(
@@ -67,8 +67,8 @@ def _draw(axes: Any, schema: CacheSchema, memory_bytes: int | None, counts: list
         )
         if memory_bytes is not None:
             _mark_largest_context(axes, schema, memory_bytes, count, contexts, color)
-    lowest = counts[0] * schema.request_bytes(contexts[0])
-    highest = max(counts[-1] * schema.request_bytes(contexts[-1]), memory_bytes or 0)
+    lowest = counts[0] * schema.bytes.of_request(contexts[0])
+    highest = max(counts[-1] * schema.bytes.of_request(contexts[-1]), memory_bytes or 0)
     _dress(axes, schema, contexts, min(lowest, memory_bytes or lowest), highest)
     if memory_bytes is not None:
         axes.axhline(memory_bytes, color=_LIMIT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
@@ -91,10 +91,10 @@ def _mark_largest_context(
     color: tuple[float, float, float],
 ) -> None:
     """A dot where the curve meets the memory, with the context it has there."""
-    for_blocks = memory_bytes // count - schema.bytes_per_request
-    if for_blocks < 0 or not schema.block_bytes:
+    for_blocks = memory_bytes // count - schema.bytes.per_request
+    if for_blocks < 0 or not schema.bytes.block:
         return
-    tokens = for_blocks // schema.block_bytes * schema.block_tokens
+    tokens = for_blocks // schema.bytes.block * schema.block_tokens
     if not contexts[0] <= tokens < contexts[-1]:
         return
     axes.plot([tokens], [memory_bytes], "o", color=color, markersize=7, zorder=3)
@@ -124,8 +124,8 @@ def _dress(axes: Any, schema: CacheSchema, contexts: list[int], lowest: int, hig
     axes.set_xlabel("context of each request (tokens)", color=INK)
     axes.set_ylabel("KV cache memory", color=INK)
     axes.set_title(
-        f"{schema.model.name}: {schema.bytes_per_token:,.0f} bytes per token "
-        f"+ {format_bytes(schema.bytes_per_request)} per request",
+        f"{schema.model.name}: {schema.bytes.per_token:,.0f} bytes per token "
+        f"+ {format_bytes(schema.bytes.per_request)} per request",
         loc="left",
         color=INK,
         fontweight="bold",

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from dsv4.cache.manager import KVCacheManager
+from dsv4.cache import build
 from dsv4.cache.options import ManagerOptions
 from dsv4.cache.residency.sizes import needed_entry_rows
 from dsv4.errors import Dsv4Error, InvalidInput, PoolTooSmall
@@ -170,7 +170,7 @@ class Checkpoint:
             entries_apart=room.entries_apart,
         )
         blocks = room.max_requests * (schema.blocks_for(room.max_context) + 1)
-        needed = blocks * schema.block_bytes + room.max_requests * schema.slot_bytes
+        needed = blocks * schema.bytes.block + room.max_requests * schema.bytes.slot
         options: ManagerOptions = {
             "max_step_tokens": room.max_step_tokens,
             "max_open_plans": 1,
@@ -178,10 +178,10 @@ class Checkpoint:
             "host_memory": room.host_memory_bytes,
             "device": model.device,
         }
-        needed += KVCacheManager.other_bytes(schema, max_requests=room.max_requests, **options)
+        needed += build.other_bytes(schema, max_requests=room.max_requests, **options)
         if room.entries_apart:
             rows = needed_entry_rows(schema, options, max_requests=room.max_requests)
-            needed += min(blocks, rows) * schema.entries_bytes
+            needed += min(blocks, rows) * schema.bytes.entries
         if room.memory_bytes is not None and needed > room.memory_bytes:
             raise PoolTooSmall(
                 f"{room.max_requests} requests of {room.max_context:,} tokens need "

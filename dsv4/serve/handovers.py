@@ -80,7 +80,7 @@ class Handovers:
         assert job.prompt is not None
         stats = self._manager.stats()
         spare = stats.blocks_free + stats.blocks_evictable - running
-        return bool(stats.slots_free) and self._manager.needed_blocks(job.prompt) <= spare
+        return bool(stats.slots_free) and self._manager.room.needed_blocks(job.prompt) <= spare
 
     def _accept(self, job: Job, offer: bytes) -> None:
         try:

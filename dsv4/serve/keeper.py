@@ -57,7 +57,7 @@ class Keeper:
         stats = manager.stats()
         if len(self._kept) >= MOST_KEPT or 2 * (stats.blocks_pinned + blocks) > stats.blocks_total:
             return
-        pin = manager.pin(job.tokens, job.salt)
+        pin = manager.prefix.pin(job.tokens, job.salt)
         self._engine.pins.append(pin)
         self._kept[job.salt, name] = Kept(pin=pin, until_s=self.clock() + data.terms.keep_s)
 
@@ -75,5 +75,5 @@ class Keeper:
         """If that fails, the pin is still known and can be dropped later."""
         if pin in self._engine.pins:
             with suppress(InvalidInput):
-                self._engine.manager.unpin(pin)
+                self._engine.manager.prefix.unpin(pin)
             self._engine.pins.remove(pin)

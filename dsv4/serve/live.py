@@ -99,7 +99,7 @@ class Live:
             ],
         }
         if stats.residency is not None:
-            away, entries = manager.table.allocator.in_host_only, stats.residency
+            away, entries = manager._parts.table.allocator.in_host_only, stats.residency
             found["blocks"]["in_host_memory"] = len(away)
             found["entries"] = {
                 "host_bytes": entries.host_bytes,
@@ -147,7 +147,7 @@ class Live:
 
     def tree(self) -> dict[str, Any]:
         """Cached blocks and what comes before each, parents first."""
-        prefix = self._runner.manager.prefix
+        prefix = self._runner.manager._parts.prefix
         if not prefix:
             return {"blocks": 0, "nodes": []}
         nodes = prefix.index.newest(MOST_NODES)
@@ -157,8 +157,8 @@ class Live:
         schema = self._runner.manager.schema
         return {
             "block_tokens": schema.block_tokens,
-            "block_bytes": schema.block_bytes,
-            "slot_bytes": schema.slot_bytes,
+            "block_bytes": schema.bytes.block,
+            "slot_bytes": schema.bytes.slot,
             "max_context": schema.max_context,
             "window": schema.model.window,
         }

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dsv4.cache import build
 from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
@@ -141,7 +142,7 @@ def open_cache(schema: CacheSchema, room: Room, *, device: str = "cpu") -> KVCac
         "handoff": room.handoff,
     }
     if room.memory_bytes is not None:
-        return KVCacheManager.from_memory(schema, memory_bytes=room.memory_bytes, **options)
+        return build.manager_from_memory(schema, memory_bytes=room.memory_bytes, **options)
     # one block more for each request: a rewind into a cached block copies it
     blocks = room.max_requests * (schema.blocks_for(room.max_context) + 1)
     return KVCacheManager(schema, num_blocks=blocks, **options)

@@ -46,7 +46,7 @@ def routes(state: ServerState) -> APIRouter:
 
         def read() -> Any:
             ids = rendered(state, body) if body.messages else encoded(state, body.prompt or "")
-            return runner.manager.prompt(ids, salt)
+            return runner.manager.prefix.prompt(ids, salt)
 
         prompt = await run_in_threadpool(read)
         found = await between_steps(lambda: explainer.explain(prompt))

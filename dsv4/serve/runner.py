@@ -165,7 +165,7 @@ class Runner:
     def most_tokens(self) -> int:
         """The most tokens that one request may have, prompt and answer together."""
         schema = self.manager.schema
-        held = self.manager.table.allocator.total * schema.block_tokens
+        held = self.manager._parts.table.allocator.total * schema.block_tokens
         return min(schema.max_context, held)
 
     def check_fits(self, tokens: int, count: int = 1) -> None:
@@ -177,23 +177,24 @@ class Runner:
             raise ContextOverflow(
                 asked_tokens=tokens, max_context_tokens=schema.max_context, note=note
             )
-        needed, total = schema.blocks_for(tokens), self.manager.table.allocator.total
+        needed, total = schema.blocks_for(tokens), self.manager._parts.table.allocator.total
         if needed > total:
             raise NeverFits(
                 f"{tokens} tokens need {needed} blocks of {schema.block_tokens} tokens, and the "
                 f"server's memory has {total}: at most {total * schema.block_tokens} tokens fit"
             )
-        most = self.most_waiting + self.manager.max_requests
+        most = self.most_waiting + self.manager.memory.max_requests
         if count > most:
             raise NeverFits(
-                f"{count} answers are asked at once: this server runs {self.manager.max_requests}, "
-                f"and {self.most_waiting} may wait: ask for at most {most}"
+                f"{count} answers are asked at once: this server runs "
+                f"{self.manager.memory.max_requests}, and {self.most_waiting} may wait: ask for at "
+                f"most {most}"
             )
         if self._is_draining:
             raise ShuttingDown("the server is shutting down: ask another one")
         jobs = tuple(self.engine.jobs)
         waiting = sum(job.request is None for job in jobs)
-        free = self.manager.max_requests - (len(jobs) - waiting)  # the next step fills these
+        free = self.manager.memory.max_requests - (len(jobs) - waiting)  # the next step fills these
         if waiting + count > self.most_waiting + free:
             raise QueueFull(waiting, self.retry_after_s())
 

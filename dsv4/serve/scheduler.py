@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from dsv4.cache.prefix.explain import Explainer
 from dsv4.cache.prefix.pins import PinnedPrefix
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.requests import Request
 from dsv4.engine import LOOK_AHEAD, Engine, Job, Share
 from dsv4.errors import OutOfBlocks, OverQuota
@@ -135,7 +135,7 @@ class Scheduler(Engine):
         if error.pinned and self.unpin_for(error):
             return
         running, requests = self._competing(error)
-        helping = [job for job, request in running if self.manager.released_blocks(request)]
+        helping = [job for job, request in running if self.manager.room.released_blocks(request)]
         job = self.victim(helping or [job for job, _ in running])
         if len(running) == 1 and (error.never or requests == 1):
             job.error = error
@@ -159,7 +159,7 @@ class Scheduler(Engine):
         root = error.root if isinstance(error, OverQuota) else None
         found = [pin for pin in self.pins if root is None or pin.nodes[0].root == root]
         for pin in found:
-            self.manager.unpin(pin)
+            self.manager.prefix.unpin(pin)
             self.pins.remove(pin)
         return bool(found)
 

@@ -43,7 +43,7 @@ class Turns:
         data: Generation = job.data
         came = time.time() - (time.monotonic() - data.arrived_s)
         # the newest token has not run: no block that it completes is cached
-        trail = self._manager.prompt(job.tokens[:-1] or job.tokens, job.salt).trail
+        trail = self._manager.prefix.prompt(job.tokens[:-1] or job.tokens, job.salt).trail
         session = data.terms.session
         found = {
             "timestamp": round(1000 * came),

@@ -97,7 +97,7 @@ class Setup:
                 "residency keeps entries in host memory: say how much of it there is, and of the "
                 "device's"
             )
-        if not self.schema.block_bytes:
+        if not self.schema.bytes.block:
             raise InvalidInput("a model of window-only layers keeps nothing in blocks: no prefix")
 
 
@@ -145,7 +145,7 @@ class Sizes:
 
         places = EntryPlaces(
             rows=budget.entry_rows,
-            block_bytes=schema.entries_bytes,
+            block_bytes=schema.bytes.entries,
             selected=selected,
             hot_share=setup.hot_share,
         )
@@ -374,7 +374,7 @@ class Simulation:
     def _result(self, wall_s: float) -> Simulated:
         setup, replicas = self.setup, [*self.replicas.values()]
         tiers = [tier for each in self._tiers.values() for tier in each.tiers]
-        entries = setup.schema.entries_bytes
+        entries = setup.schema.bytes.entries
         down = sum(tier.stored_bytes for tier in tiers)
         if setup.residency:  # each block that was ever used is copied once
             down += sum(len(each.device.index) + each.device.index.evictions for each in replicas)
@@ -384,7 +384,7 @@ class Simulation:
             for tier in ("host", "disk")
         }
         used = max((each.device.allocator.most_used for each in replicas), default=0)
-        peaks["device"] = used * setup.schema.block_bytes
+        peaks["device"] = used * setup.schema.bytes.block
         if setup.residency:
             peaks["host"] = used * entries
         device, host, disk = self._hit

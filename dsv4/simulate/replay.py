@@ -99,7 +99,7 @@ def replay(
 ) -> Replayed:
     """One request after the other, each as if it ended before the next one came. `names` of the
     trace must be of blocks of `schema.block_tokens` tokens. Raises InvalidInput."""
-    blocks = require_count("capacity_bytes", capacity_bytes) // schema.block_bytes
+    blocks = require_count("capacity_bytes", capacity_bytes) // schema.bytes.block
     memory = CountedMemory(schema, blocks, policy())
     requests = asked = hit = 0
     began = time.perf_counter()

@@ -118,7 +118,7 @@ class CountedTiers(Observer):
     def __init__(self, schema: CacheSchema, tiers: Sequence[CountedTier], report: Report) -> None:
         self.tiers, self._report = tuple(tiers), report
         self._sizes = {
-            Kind.BLOCK: padded(HEADER_BYTES + schema.block_bytes + schema.entries_bytes),
+            Kind.BLOCK: padded(HEADER_BYTES + schema.bytes.block + schema.bytes.entries),
             Kind.SNAPSHOT: padded(HEADER_BYTES + SnapshotLayout(schema).row_bytes),
         }
 

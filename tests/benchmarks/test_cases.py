@@ -116,14 +116,14 @@ def make_step(*, batch: int = 9, context: int = 512, share: float = 1.0) -> Deco
         batch=batch,
         context=context,
         device="cpu",
-        block_arena_bytes=int(share * named) * schema.block_bytes,
+        block_arena_bytes=int(share * named) * schema.bytes.block,
     )
 
 
 def test_blocks_are_shared_within_the_budget_but_not_where_requests_write() -> None:
     step = make_step(share=0.5)
     assert step.blocks == 18
-    assert step.manager.block_arena.rows == 18
+    assert step.manager.memory.block_arena.rows == 18
     assert step.note() == "tables name 36 blocks, of which 18 are distinct"
     tables = [request.block_ids for request in step.requests]
     assert {block for table in tables for block in table} == set(range(18))
@@ -131,7 +131,7 @@ def test_blocks_are_shared_within_the_budget_but_not_where_requests_write() -> N
     assert len(set(last)) == len(last)
     assert not set(last) & {block for table in tables for block in table[:-1]}
     slots = [request.slot for request in step.requests]
-    assert step.manager.block_table[slots].tolist() == tables
+    assert step.manager.memory.block_table[slots].tolist() == tables
     assert make_step(share=1.0).note() == "36 blocks, all distinct"
 
 
@@ -148,9 +148,11 @@ def test_a_quarter_of_the_requests_closes_a_group() -> None:
 def test_a_step_runs_all_layers_and_its_parts_repeat_it() -> None:
     step = make_step(share=0.5)
     assert step.layers == [0, 1, 2, 3], "backbone only"
-    before = step.manager.block_arena.bytes.clone()
+    before = step.manager.memory.block_arena.bytes.clone()
     step.run(PARTS)
-    changed = (step.manager.block_arena.bytes != before).any(dim=1).nonzero().flatten().tolist()
+    changed = (
+        (step.manager.memory.block_arena.bytes != before).any(dim=1).nonzero().flatten().tolist()
+    )
     assert set(changed) <= set(range(step.batch)), "entries go into blocks of one request"
     assert len(changed) == sum((step.plan.starts + 1) % 4 == 0)
     assert torch.isfinite(step.out.float()).all()
@@ -161,12 +163,14 @@ def test_a_step_runs_all_layers_and_its_parts_repeat_it() -> None:
         assert chosen[0] >= 0
         assert chosen[-1] < (start + 1) // 4
     # the last layer is CSA: its selection and output are what the buffers hold
-    out, arena = step.out.clone(), step.manager.slot_arena.bytes.clone()
+    out, arena = step.out.clone(), step.manager.memory.slot_arena.bytes.clone()
     step.out.fill_(7)
     step.run(("attend",))
     assert torch.equal(step.out, out)
     step.run(("append",))
-    assert torch.equal(step.manager.slot_arena.bytes, arena), "a narrow append repeats itself"
+    assert torch.equal(step.manager.memory.slot_arena.bytes, arena), (
+        "a narrow append repeats itself"
+    )
 
 
 def test_bytes_of_a_step_counted_by_hand() -> None:

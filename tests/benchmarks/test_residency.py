@@ -136,7 +136,7 @@ def test_a_chunk_has_the_same_bits_wherever_entries_are():
             step.run(PARTS)
         assert torch.equal(*(step.out.view(torch.int16) for step in (device, host)))
     assert torch.count_nonzero(host.out) > 0
-    host.manager._residency._pool.bytes.zero_()  # type: ignore[union-attr]
+    host.manager._parts.residency._pool.bytes.zero_()  # type: ignore[union-attr]
     for step in (device, host):
         step.run(PARTS)
     assert not torch.equal(device.out, host.out), "it reads host memory"
@@ -145,16 +145,16 @@ def test_a_chunk_has_the_same_bits_wherever_entries_are():
 def test_every_run_of_a_chunk_brings_everything_up():
     step, gpu, came = chunk_step("host"), LateGpu(), list[tuple[int, str]]()
     layers = [page.layer for page in step.manager.memory.entries.layout.pages]  # type: ignore[union-attr]
-    stage = step.manager.backend.stage
+    stage = step.manager._parts.backend.stage
     with gpu.installed():
         gpu.make_late(step.manager)
-        launched = step.manager.backend.stage
+        launched = step.manager._parts.backend.stage
 
         def noted(call: Staging) -> None:
             came.append((call.entries.page.layer, call.which))
             launched(call)
 
-        step.manager.backend.stage = noted  # type: ignore[method-assign]
+        step.manager._parts.backend.stage = noted  # type: ignore[method-assign]
         for _ in range(3):
             came.clear()
             step.run(PARTS)
@@ -164,7 +164,7 @@ def test_every_run_of_a_chunk_brings_everything_up():
                 expected += [(layer, "host"), (layer, "device")]
             assert came == expected
     assert gpu.put_off >= 3 * len(others)
-    step.manager.backend.stage = stage  # type: ignore[method-assign]
+    step.manager._parts.backend.stage = stage  # type: ignore[method-assign]
 
 
 def test_the_kernels_of_a_chunk_are_those_of_its_place():

@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 @pytest.mark.parametrize("way", ["down", "up"])
 def test_copies(way) -> None:
     found = tiers.measure_copies(TINY, way, "cpu", rows=3)
-    assert found.must_move_bytes == 3 * CacheSchema.build(TINY).block_bytes
+    assert found.must_move_bytes == 3 * CacheSchema.build(TINY).bytes.block
     assert found.microseconds > 0
     assert found.peers_us["one plain copy"] > 0
 
@@ -38,7 +38,7 @@ def test_a_step_with_rows_on_their_way_down() -> None:
 @pytest.mark.parametrize("below", ["host", "disk"])
 def test_a_prefix_that_comes_back(below) -> None:
     found = tiers.measure_prefix(TINY, below, 300, "cpu")  # asserts that it was loaded
-    assert found.must_move_bytes == 2 * CacheSchema.build(TINY).block_bytes
+    assert found.must_move_bytes == 2 * CacheSchema.build(TINY).bytes.block
     assert found.parts_us["on the calling thread"] > 0
     assert found.peers_us["computing it, the cache's part"] > 0
     sizes = found.cache_bytes

@@ -28,7 +28,7 @@ def test_a_call_of_what_is_not_there_says_how_to_have_it(part: Any, call: str):
 
 def test_the_manager_goes_on_without():
     request = MANAGER.admit_request(100)
-    MANAGER.release_later(request, suspend=True)
+    MANAGER.room.release_later(request, suspend=True)
     MANAGER.recover()
     stats = MANAGER.stats()
     assert (stats.requests_live, stats.transfers, stats.tiers, stats.handoff) == (0, None, (), None)

@@ -17,8 +17,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def aged(clock: list[float], blocks: int = 8) -> KVCacheManager:
     manager = cache_of(blocks)
-    assert manager.prefix
-    manager.prefix.index.ages.now = lambda: clock[0]
+    assert manager._parts.prefix
+    manager._parts.prefix.index.ages.now = lambda: clock[0]
     return manager
 
 
@@ -41,7 +41,7 @@ def test_a_block_is_idle_from_the_end_of_the_request_that_used_it_last(clock: li
     clock[0] += 50  # while it runs
     manager.release_request(request)
     clock[0] += 4
-    assert manager.evict(2) == 2
+    assert manager.prefix.evict(2) == 2
     assert counted(manager) == ({60.0: 2}, {5.0: 2}, {})
     stats = manager.stats().prefix
     assert stats is not None
@@ -68,7 +68,7 @@ def test_a_clock_that_goes_back_counts_as_no_time(clock: list[float]) -> None:
     keep(manager, 1, BLOCK, None)
     clock[0] -= 500
     manager.release_request(manager.admit_request(prompt_of(1, BLOCK + 1)))
-    manager.evict(8)
+    manager.prefix.evict(8)
     lifetimes, idle, gaps = counted(manager)
     assert (lifetimes, idle, gaps) == ({0.1: 1}, {0.1: 1}, {0.1: 1})
 
@@ -83,7 +83,7 @@ def test_bounds_belong_to_the_bucket_below_them() -> None:
 
 def test_metrics_have_them_and_the_quotas(clock: list[float]) -> None:
     manager = aged(clock)
-    quotas, size = Quotas(manager), manager.schema.block_bytes
+    quotas, size = Quotas(manager), manager.schema.bytes.block
     for salt in ("a", "", None):
         quotas.set(salt, Quota(device_bytes=3 * size))
     quotas.set("no limit", Quota())

@@ -92,8 +92,8 @@ SCHEMAS = {
 
 def manager_of(schema: CacheSchema) -> KVCacheManager:
     manager = KVCacheManager(schema, num_blocks=ROWS, max_requests=ROWS, max_step_tokens=8)
-    manager.block_arena.bytes.fill_(0xFF)
-    manager.slot_arena.bytes.fill_(0xFF)
+    manager.memory.block_arena.bytes.fill_(0xFF)
+    manager.memory.slot_arena.bytes.fill_(0xFF)
     return manager
 
 
@@ -109,8 +109,8 @@ def test_a_write_through_a_view_lands_on_the_planes_bytes_and_nowhere_else(name:
     schema = SCHEMAS[name]
     manager = manager_of(schema)
     numbers = Numbers(1)
-    for plane in schema.planes:
-        arena = manager.block_arena if plane.arena == "block" else manager.slot_arena
+    for plane in schema.layout.planes:
+        arena = manager.memory.block_arena if plane.arena == "block" else manager.memory.slot_arena
         handle = manager.acquire(plane.layer)
         view = getattr(
             handle.memory.pool if plane.arena == "block" else handle.memory.state, plane.name
@@ -132,9 +132,9 @@ def test_a_write_through_a_view_lands_on_the_planes_bytes_and_nowhere_else(name:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_planes_of_an_arena_do_not_overlap_and_stay_inside(name: str):
     schema = SCHEMAS[name]
-    for arena, total in (("block", schema.block_bytes), ("slot", schema.slot_bytes)):
+    for arena, total in (("block", schema.bytes.block), ("slot", schema.bytes.slot)):
         owner = np.full(total, -1)
-        for number, plane in enumerate(p for p in schema.planes if p.arena == arena):
+        for number, plane in enumerate(p for p in schema.layout.planes if p.arena == arena):
             assert plane.strides_bytes[1] == ITEM_BYTES[plane.dtype]
             for record in range(plane.shape[0]):
                 at = plane.offset_bytes + record * plane.strides_bytes[0]
@@ -142,7 +142,9 @@ def test_planes_of_an_arena_do_not_overlap_and_stay_inside(name: str):
                 assert len(span) == plane.shape[1] * ITEM_BYTES[plane.dtype]
                 assert (span == -1).all()
                 span[:] = number
-        assert (owner >= 0).sum() == sum(p.payload_bytes for p in schema.planes if p.arena == arena)
+        assert (owner >= 0).sum() == sum(
+            p.payload_bytes for p in schema.layout.planes if p.arena == arena
+        )
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -151,8 +153,8 @@ def test_views_are_made_once_and_share_the_arenas_memory(name: str):
     for layer in range(len(manager.schema.layers)):
         handle = manager.acquire(layer)
         for arena, planes in (
-            (manager.block_arena, handle.memory.pool),
-            (manager.slot_arena, handle.memory.state),
+            (manager.memory.block_arena, handle.memory.pool),
+            (manager.memory.slot_arena, handle.memory.state),
         ):
             for plane_name, view in planes.views.items():
                 assert getattr(planes, plane_name) is view
@@ -240,24 +242,24 @@ def test_memory_of_the_layers_and_the_padding_make_the_arena(name: str):
     ]
     padding = {arena: kinds["padding"] for arena, kinds in bytes_by_kind(schema).items()}
     assert sum(pool.memory_bytes() for pool, _ in own) == ROWS * (
-        schema.block_bytes - padding["block"]
+        schema.bytes.block - padding["block"]
     )
     states = [manager.acquire(layer).memory.state for layer in range(len(schema.layers))]
     assert sum(state.memory_bytes() for state in states) == ROWS * (
-        schema.slot_bytes - padding["slot"]
+        schema.bytes.slot - padding["slot"]
     )
 
 
 def test_reset_of_a_layers_slot_zeroes_its_planes_only():
     manager = manager_of(SCHEMAS["fp8_ds mxfp4"])
     manager.acquire(CSA).memory.state.reset_slot(1)
-    expected = np.full(tuple(manager.slot_arena.bytes.shape), 0xFF, dtype=np.uint8)
-    for plane in manager.schema.planes:
+    expected = np.full(tuple(manager.memory.slot_arena.bytes.shape), 0xFF, dtype=np.uint8)
+    for plane in manager.schema.layout.planes:
         if plane.arena == "slot" and plane.layer == CSA:
             for record in range(plane.shape[0]):
                 at = plane.offset_bytes + record * plane.strides_bytes[0]
                 expected[1, at : at + plane.shape[1] * ITEM_BYTES[plane.dtype]] = 0
-    np.testing.assert_array_equal(manager.slot_arena.bytes.numpy(), expected)
+    np.testing.assert_array_equal(manager.memory.slot_arena.bytes.numpy(), expected)
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 160, 161, 500])
@@ -333,13 +335,13 @@ def test_pages_follow_flashmlas_rule(layer: int, kind: str, block_tokens: int, a
 def test_a_page_from_python_is_indexed_by_its_first_dimension():
     manager = manager_of(SCHEMAS["fp8_ds mxfp4"])
     view = manager.acquire(CSA).read_classical_view()
-    manager.block_arena.bytes.copy_(
-        Numbers(2).integers(0, 256, *manager.block_arena.bytes.shape).to(torch.uint8)
+    manager.memory.block_arena.bytes.copy_(
+        Numbers(2).integers(0, 256, *manager.memory.block_arena.bytes.shape).to(torch.uint8)
     )
     page = view.page
     for row in range(ROWS):
         span = slice(page.offset_bytes, page.offset_bytes + page.payload_bytes)
-        assert torch.equal(view.pages[row].flatten(), manager.block_arena.bytes[row, span])
+        assert torch.equal(view.pages[row].flatten(), manager.memory.block_arena.bytes[row, span])
 
 
 @pytest.mark.parametrize(("index_format", "data", "scale"), [("mxfp4", 64, 4), ("fp8", 128, 4)])
@@ -377,8 +379,8 @@ def test_views_tell_how_positions_become_rows():
         128,
         2,
     )
-    assert classical.block_table is manager.block_table
-    assert indexer.block_table is manager.block_table
+    assert classical.block_table is manager.memory.block_table
+    assert indexer.block_table is manager.memory.block_table
 
 
 def test_layers_without_entries_or_keys_say_so():
@@ -416,7 +418,7 @@ def test_layers_that_share_entries_see_their_owners_views():
 def test_shared_layers_add_a_window_and_nothing_else():
     schema = SCHEMAS["v41"]
     kinds: dict[int, set[str]] = {}
-    for plane in schema.planes:
+    for plane in schema.layout.planes:
         kinds.setdefault(plane.layer, set()).add(plane.kind)
     assert kinds == {
         0: {"window"},
@@ -425,8 +427,8 @@ def test_shared_layers_add_a_window_and_nothing_else():
         3: {"entries", "index_keys", "window"},  # ratio 1 leaves no unfinished group
         4: {"window"},
     }
-    assert schema.block_bytes >= (64 + 128) * (288 + 68)
-    assert schema.page("window", 2).payload_bytes == 128 * 528  # type: ignore[union-attr]
+    assert schema.bytes.block >= (64 + 128) * (288 + 68)
+    assert schema.layout.page("window", 2).payload_bytes == 128 * 528  # type: ignore[union-attr]
 
 
 def test_v41_records_of_288_and_528_bytes_round_trip_through_the_views():
@@ -451,9 +453,10 @@ def test_an_arena_view_covers_the_last_row_of_the_arena():
     schema = SCHEMAS["fp8_ds mxfp4"]
     arena = Arena(schema, "block", 5, torch.device("cpu"))
     last: Plane = max(
-        (p for p in schema.planes if p.arena == "block"), key=lambda plane: plane.offset_bytes
+        (p for p in schema.layout.planes if p.arena == "block"),
+        key=lambda plane: plane.offset_bytes,
     )
     view = arena.view(last)
     end = address(arena, view[4]) + (last.shape[0] - 1) * last.strides_bytes[0]
     assert end + last.shape[1] * ITEM_BYTES[last.dtype] <= arena.memory_bytes()
-    assert address(arena, view[4]) == 4 * schema.block_bytes + last.offset_bytes
+    assert address(arena, view[4]) == 4 * schema.bytes.block + last.offset_bytes

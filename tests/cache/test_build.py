@@ -25,14 +25,14 @@ def test_a_name_and_an_amount_of_memory_are_enough() -> None:
     cache = dsv4.Cache("tiny", memory="256MiB")
     assert isinstance(cache, KVCacheManager)
     assert cache.schema == CacheSchema.build(PRESETS["tiny"])
-    assert cache.max_requests == 32
+    assert cache.memory.max_requests == 32
     assert cache.prefix
-    other = KVCacheManager.other_bytes(
-        cache.schema, max_requests=32, prefix=dsv4.PrefixOptions()
-    ) + 32 * (cache.schema.slot_bytes + cache.schema.block_table_row_bytes)
-    blocks = (2**28 - other) // cache.schema.block_bytes
+    other = build.other_bytes(cache.schema, max_requests=32, prefix=dsv4.PrefixOptions()) + 32 * (
+        cache.schema.bytes.slot + cache.schema.bytes.block_table_row
+    )
+    blocks = (2**28 - other) // cache.schema.bytes.block
     assert cache.stats().blocks_total == blocks
-    assert cache.memory_bytes().total <= 2**28
+    assert cache.memory.memory_bytes().total <= 2**28
 
 
 def test_options_reach_schema_and_manager() -> None:
@@ -53,7 +53,7 @@ def test_options_reach_schema_and_manager() -> None:
     assert (schema.max_context, schema.max_draft_tokens, schema.steps_ahead) == (4096, 2, 1)
     assert schema.hca_state == "online"
     assert not cache.prefix
-    assert (cache.max_requests, cache.max_step_tokens) == (3, 256)
+    assert (cache.memory.max_requests, cache.memory.max_step_tokens) == (3, 256)
     plan = cache.prepare_forward([])
     cache.prepare_forward([])  # as many plans as steps_ahead needs
     cache.fail(plan)
@@ -66,7 +66,7 @@ def test_every_option_of_both_can_be_given() -> None:
     del taken["max_context"], taken["entries_apart"]  # `host_memory` implies it
     assert forward(build.SchemaOptions) == taken
     assert complete({}).keys() == ManagerOptions.__annotations__.keys()
-    for call in (KVCacheManager, KVCacheManager.from_memory, KVCacheManager.from_budget):
+    for call in (KVCacheManager, build.manager_from_memory, build.manager_from_budget):
         options = inspect.signature(call).parameters["options"]
         assert (options.kind, options.annotation) == (
             options.VAR_KEYWORD,

@@ -98,8 +98,8 @@ def run(apart: bool, seed: int = 0, order: int = 1) -> tuple[Stack, list[Any], l
 def test_a_mixed_step_in_halves_writes_what_it_writes_as_one(order: int):
     (one, *_), (halves, requests, texts) = run(False), run(True, order=order)
     for name in ("block_arena", "slot_arena"):
-        assert torch.equal(*(getattr(s.manager, name).bytes for s in (one, halves)))
-    prefixes = [s.manager.prefix for s in (one, halves)]
+        assert torch.equal(*(getattr(s.manager.memory, name).bytes for s in (one, halves)))
+    prefixes = [s.manager._parts.prefix for s in (one, halves)]
     snapshots = [
         {n.digest: p.pool.bytes[n.snapshot] for n in p.index.nodes() if n.snapshot is not None}
         for p in prefixes

@@ -27,7 +27,7 @@ def test_a_turn_runs_what_is_new_and_is_cached(length: int):
     assert_cold(stack, request, text.stream)
     manager.check_invariants()
     manager.release_request(request)
-    assert manager.look_up(manager.prompt(text.ids[:600])).start == 512
+    assert manager.prefix.look_up(manager.prefix.prompt(text.ids[:600])).start == 512
     stats = manager.stats().prefix
     assert stats is not None
     assert (stats.hits["state"], stats.tokens_skipped) == (1, length)
@@ -45,7 +45,7 @@ def test_what_does_not_go_on_is_refused_and_nothing_has_changed():
         (other.ids[:300], InvalidInput),
         (text.ids[:200], InvalidInput),
         (text.ids[:150], InvalidInput),
-        (manager.prompt(text.ids[:300], "other"), InvalidInput),
+        (manager.prefix.prompt(text.ids[:300], "other"), InvalidInput),
         (text.ids[:770], OutOfBlocks),
         (list(range(5000)), ContextOverflow),
     ):

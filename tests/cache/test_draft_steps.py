@@ -100,7 +100,7 @@ def test_draft_steps_show_what_a_step_of_their_own_would():
         assert [r.length for r in requests] == [140, 140]
     for one, other in zip(*seen, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert torch.equal(*(s.manager.slot_arena.bytes for s in stacks))
+    assert torch.equal(*(s.manager.memory.slot_arena.bytes for s in stacks))
 
 
 def test_drafting_makes_no_call_per_request():
@@ -185,4 +185,4 @@ def test_what_is_refused():
     manager.commit(plan, partial=True)
     with pytest.raises(PlanError, match="over"):
         handle.append(torch.zeros(1, TINY.head_dim).bfloat16(), weights=stack.weights[DRAFT_LAYER])
-    assert (manager.slot_arena.bytes == POISON).all()
+    assert (manager.memory.slot_arena.bytes == POISON).all()

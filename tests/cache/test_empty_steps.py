@@ -30,7 +30,10 @@ def test_a_step_without_tokens_does_nothing(backend: BackendName, preset: str, r
     manager, text = stack.manager, Text.random(stack, 0, 100)
     request: Request = manager.admit_request(40)
     run_to(stack, request, text, 40)
-    slots, blocks = stack.manager.slot_arena.bytes.clone(), stack.manager.block_arena.bytes.clone()
+    slots, blocks = (
+        stack.manager.memory.slot_arena.bytes.clone(),
+        stack.manager.memory.block_arena.bytes.clone(),
+    )
     written = manager.prepare_forward([(request, 0)])
     inputs = {layer: stack.inputs(written, [text.stream], layer) for layer in stack.layers}
     manager.abandon(written)
@@ -65,7 +68,7 @@ def test_a_step_without_tokens_does_nothing(backend: BackendName, preset: str, r
             _, lengths = handle.gather_all_compressed_kv(room)
             assert lengths.tolist() == [40 // spec.ratio] * requests
     manager.commit(plan)
-    assert torch.equal(manager.slot_arena.bytes, slots)
-    assert torch.equal(manager.block_arena.bytes, blocks)
+    assert torch.equal(manager.memory.slot_arena.bytes, slots)
+    assert torch.equal(manager.memory.block_arena.bytes, blocks)
     run_to(stack, request, text, 60)
     assert_cold(stack, request, text.stream)

@@ -35,7 +35,7 @@ def test_prompts_prefilled_in_one_step_keep_one_copy(alike: int, fails: bool):
         assert requests[0].block_ids[:shared] == requests[1].block_ids[:shared]
         assert manager.stats().blocks_live == 10 - shared
     for request, text in zip(requests, texts, strict=True):
-        row = manager.block_table[request.slot, : request.published_blocks].tolist()
+        row = manager.memory.block_table[request.slot, : request.published_blocks].tolist()
         assert row == request.block_ids[: request.published_blocks]
         run_to(stack, request, text, 700)
         assert_cold(stack, request, text.stream)
@@ -44,7 +44,9 @@ def test_prompts_prefilled_in_one_step_keep_one_copy(alike: int, fails: bool):
     manager.check_invariants()
     if not fails:
         for text in texts:
-            assert manager.look_up(manager.prompt(text.ids[:700])).reused_tokens == 640
+            assert (
+                manager.prefix.look_up(manager.prefix.prompt(text.ids[:700])).reused_tokens == 640
+            )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -71,7 +73,7 @@ def test_blocks_are_adopted_in_order_whenever_their_ids_become_known(fails: bool
     assert manager.stats().blocks_evictable == 0
     assert_cold(stack, late, text.stream)
     manager.release_request(late)
-    assert manager.evict() == 2
+    assert manager.prefix.evict() == 2
 
 
 def test_a_plan_says_where_its_rows_are():

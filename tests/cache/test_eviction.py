@@ -243,7 +243,9 @@ def test_a_policy_says_what_goes_first(policy: type):
         manager.check_invariants()
 
     def cached(nth: int) -> int:
-        return manager.look_up(texts[nth].ids[:257]).reused_tokens // stack.schema.block_tokens
+        return (
+            manager.prefix.look_up(texts[nth].ids[:257]).reused_tokens // stack.schema.block_tokens
+        )
 
     run(0)
     run(1)
@@ -252,7 +254,7 @@ def test_a_policy_says_what_goes_first(policy: type):
     old, new = (0, 1) if policy is FirstCachedFirst else (1, 0)
     assert cached(2) == 2
     assert cached(old) < cached(new) == 2
-    assert manager.evict() > 0
+    assert manager.prefix.evict() > 0
     assert [cached(nth) for nth in range(3)] == [0, 0, 0]
     assert manager.stats().blocks_free == manager.stats().blocks_total
 

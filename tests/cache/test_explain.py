@@ -78,7 +78,7 @@ def test_the_tokens_of_a_replay_are_counted() -> None:
     manager, explainer, lives = explained()  # without snapshots
     lives.run((blocks(1, 2), None))
     found = explainer.explain([*blocks(1, 2), 7])
-    resume = manager.look_up(manager.prompt([*blocks(1, 2), 7]))
+    resume = manager.prefix.look_up(manager.prefix.prompt([*blocks(1, 2), 7]))
     assert found.replayed_tokens == len(resume.replay) == 2 * BLOCK
     assert "run again" in str(found)
 
@@ -124,7 +124,7 @@ def test_what_was_evicted_says_when_for_whom_and_why() -> None:
     assert found.leaving.whom == "session 'second'"
     assert found.leaving.rule == "worth_least"
     assert 0 <= found.leaving.seconds_ago < 600
-    assert manager.evict() > 0
+    assert manager.prefix.evict() > 0
     again = explainer.explain(blocks(1, 2, 3), "a")
     assert again.leaving is not None
     assert (again.leaving.rule, again.leaving.whom) == ("asked", "the caller")
@@ -198,7 +198,7 @@ def test_what_a_tier_still_has_is_said_of_the_evicted() -> None:
     manager, explainer, lives = explained(num_blocks=6, tiers=[HostTier(1 << 26)])
     lives.run((blocks(1, 2), None))
     assert manager.tiers.drain(TIMEOUT_S)
-    manager.evict()
+    manager.prefix.evict()
     found = explainer.explain(blocks(1, 2, 3))
     assert found.leaving is not None
     assert found.leaving.in_tier
@@ -217,10 +217,10 @@ def test_prompts_of_other_managers_are_of_another_model() -> None:
         PrefixOptions(model_id="tiny 2"),
         PrefixOptions(model_id="tiny 1", key=bytes(16)),
     ):
-        other = make(prefix=prefix).prompt(blocks(1, 2))
+        other = make(prefix=prefix).prefix.prompt(blocks(1, 2))
         found = explainer.explain(other)
         assert (found.kind, found.found_tokens) == ("other_model", 0)
-    assert explainer.explain(manager.prompt(blocks(1, 2))).kind == "never_seen"
+    assert explainer.explain(manager.prefix.prompt(blocks(1, 2))).kind == "never_seen"
 
 
 # ---- salts ---------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_it_agrees_with_a_list_of_all_prompts(seed: int) -> None:
             kinds[found.kind] = kinds.get(found.kind, 0) + 1
         lives.run(lives.prompt())
         if draw.random() < 0.1:
-            manager.evict(draw.randrange(1, 6))
+            manager.prefix.evict(draw.randrange(1, 6))
     assert min(kinds[kind] for kind in ("never_seen", "differs", "evicted", "too_short", None)) > 5
 
 
@@ -352,7 +352,7 @@ def test_bad_values_are_typed_errors() -> None:
         with pytest.raises(InvalidInput):
             explainer.explain(blocks(1, 2), bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="salt already"):
-        explainer.explain(manager.prompt(blocks(1, 2)), "a")
+        explainer.explain(manager.prefix.prompt(blocks(1, 2)), "a")
     with pytest.raises(InvalidInput, match="salts"):
         explainer.explain(blocks(1, 2), salts=1)  # type: ignore[arg-type]
     for bad in (0, -1, 1.5, None, True):
@@ -361,26 +361,26 @@ def test_bad_values_are_typed_errors() -> None:
     with pytest.raises(InvalidInput, match="prefix"):
         Explainer(make(prefix=None))
     assert (len(explainer._history), manager.stats()) == before
-    assert len(manager.prefix.notices.observers) == 1
+    assert len(manager._parts.prefix.notices.observers) == 1
 
 
 def test_it_waits_for_no_other_call() -> None:
     manager, explainer, _ = explained()
-    manager.guard.enter("commit")
+    manager._parts.guard.enter("commit")
     with pytest.raises(ThreadError, match="look_up"):
         explainer.explain(blocks(1, 2))
-    manager.guard.leave()
+    manager._parts.guard.leave()
     assert explainer.explain(blocks(1, 2)).kind == "never_seen"
 
 
 def test_an_interrupt_leaves_it_right() -> None:
     manager, explainer, lives = explained()
     lives.run((blocks(1, 2), None))
-    node = manager.prefix.index.newest(1)[0]
-    manager.prefix.notices.recovered(
-        [each for each in manager.prefix.index.nodes() if each is not node]
+    node = manager._parts.prefix.index.newest(1)[0]
+    manager._parts.prefix.notices.recovered(
+        [each for each in manager._parts.prefix.index.nodes() if each is not node]
     )
-    found = explainer._history.why(manager.prompt(blocks(1, 2, 3)).trail, 1, salts=False)  # type: ignore[arg-type]
+    found = explainer._history.why(manager.prefix.prompt(blocks(1, 2, 3)).trail, 1, salts=False)  # type: ignore[arg-type]
     assert found[0] == "evicted"
     assert found[2] is not None
     assert found[2].rule == "interrupt"

@@ -56,10 +56,10 @@ def test_a_step_of_draft_layers_alone_is_not_cached_until_the_real_one_is():
     plan = manager.prepare_forward([(request, 1)])
     stack.write(plan, [text.stream], layers=DRAFT_LAYERS)
     manager.commit(plan, ids=text.ids[127:128], partial=True)
-    assert manager.prefix
-    assert len(manager.prefix.index) == 0
+    assert manager._parts.prefix
+    assert len(manager._parts.prefix.index) == 0
     manager.rewind(request, 127)
-    assert len(manager.prefix.index) == 0
+    assert len(manager._parts.prefix.index) == 0
     run_to(stack, request, text, 300)
     manager.release_request(request)
     again = manager.admit_request(text.ids[:300])
@@ -211,7 +211,7 @@ def test_who_commits_a_part_of_a_step_has_an_incomplete_request(
     manager.rewind(request, 131)
     assert (fork.incomplete_from, request.incomplete_from) == (130, 130)
     asked = Handoff.__new__(Handoff)  # of which nothing is needed before the request is checked
-    asked._manager, asked.guard = manager, manager.guard
+    asked._manager, asked._parts, asked._guard = manager, manager._parts, manager._parts.guard
     for each in (fork, request):
         with nothing_changes(manager), pytest.raises(RequestError, match="not all layers"):
             asked.offer(each)
@@ -242,7 +242,7 @@ def write_until_it_raises(
     stack.write(plan, [text.stream], layers=[0, 1])
     with monkeypatch.context() as patch:
         if where in ("launch", "launched"):
-            backend = stack.manager.backend
+            backend = stack.manager._parts.backend
             broken = failing(backend.append, first=where == "launched")
             patch.setattr(backend, "append", broken, raising=False)
         else:
@@ -408,8 +408,8 @@ def test_an_error_in_the_first_of_two_chunks_leaves_nothing_of_either(partial: b
         with suppress(PlanError):
             manager.commit(first)
             manager.commit(second)
-        while manager.open_plan is not None:
-            manager.fail(manager.open_plan)
+        while manager.room.open_plans:
+            manager.fail(manager.room.open_plans[0])
     manager.rewind(request, 0)
     run_to(stack, request, new, 512)
     manager.release_request(request)
@@ -436,7 +436,7 @@ def test_after_a_failed_narrow_step_requests_go_on(layers: int):
     plan = manager.prepare_forward([(request, 4)])
     stack.write(plan, [wrong.stream], layers=TINY_LAYERS[:layers])
     manager.fail(plan)
-    assert (request.length, request.is_torn, manager.open_plan) == (126, False, None)
+    assert (request.length, request.is_torn, manager.room.open_plans) == (126, False, [])
     run_to(stack, request, text, 300)
     assert_cold(stack, request, text.stream)
     manager.release_request(request)
@@ -478,14 +478,14 @@ def test_after_a_failed_chunk_only_those_with_few_tokens_go_on(layers: int):
 def test_a_failed_chunk_can_be_reset_or_released():
     stack = prefix_stack()
     manager, text = stack.manager, Text.random(stack, 0, 700)
-    for end in ("reset_slot", "release_request"):
+    for end in (manager.room.reset_slot, manager.release_request):
         request = manager.admit_request(500)
         plan = manager.prepare_forward([(request, 300)])
         stack.write(plan, [text.stream], layers=[0])
         manager.fail(plan)
         with pytest.raises(PlanError, match="over"):
             manager.fail(plan)
-        getattr(manager, end)(request)
+        end(request)
         assert not request.is_torn or request.released
     manager.check_invariants()
 

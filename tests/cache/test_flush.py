@@ -49,7 +49,10 @@ def build(
 
 
 def arenas(stack: Stack) -> tuple[Tensor, Tensor]:
-    return stack.manager.block_arena.bytes.clone(), stack.manager.slot_arena.bytes.clone()
+    return (
+        stack.manager.memory.block_arena.bytes.clone(),
+        stack.manager.memory.slot_arena.bytes.clone(),
+    )
 
 
 def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -92,14 +95,14 @@ def test_the_ring_holds_exactly_the_newest_rows(before: int, count: int):
     handle.write_swa(kv, weights=stack.weights[SWA])
     end, page = before + count, handle.read_swa_view().page
     data, scales = encode(page.format, stream.kv[SWA])
-    expected = torch.full_like(stack.manager.slot_arena.bytes[0], POISON)
+    expected = torch.full_like(stack.manager.memory.slot_arena.bytes[0], POISON)
     for position in range(max(0, end - page.rows), end):
         row = position % page.rows
         for offset, rows in ((page.offset_bytes, data), (page.scale_offset_bytes, scales)):
             width = rows.shape[1]
             expected[offset + row * width : offset + (row + 1) * width] = rows[position]
     first, last = page.offset_bytes, page.offset_bytes + page.payload_bytes
-    found = stack.manager.slot_arena.bytes[request.slot]
+    found = stack.manager.memory.slot_arena.bytes[request.slot]
     assert torch.equal(found[first:last], expected[first:last])
 
 
@@ -127,10 +130,10 @@ def test_write_swa_writes_the_ring_that_append_writes():
     by_append, by_name = build(SWA), build(SWA)
     for stack in (by_append, by_name):
         start(stack, [40, 200, 3])
-    requests = list(by_append.manager.table.live.values())
+    requests = list(by_append.manager._parts.table.live.values())
     streams = [by_append.stream(nth, length + 40) for nth, length in enumerate([40, 200, 3])]
     by_append.step([(requests[nth], streams[nth], 1) for nth in range(3)])
-    requests = list(by_name.manager.table.live.values())
+    requests = list(by_name.manager._parts.table.live.values())
     plan = by_name.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=5)
     kv, _ = by_name.inputs(plan, streams, SWA)
     by_name.manager.acquire(SWA, plan.batch).write_swa(kv, weights=by_name.weights[SWA])
@@ -171,7 +174,7 @@ def test_steps_by_hand_leave_the_bytes_of_append(
         requests, streams = lives[1]
         handle = tails_written(by_hand, requests, streams, count)
         close(handle, by_hand.weights[layer])
-        plan = by_hand.manager.open_plan
+        plan = by_hand.manager.room.open_plans[0]
         assert plan is not None
         by_hand.manager.commit(plan, partial=True)
         assert_same(arenas(by_hand), arenas(by_append))

@@ -71,15 +71,15 @@ def refuse(call: Call, error: type[Dsv4Error], message: str) -> None:
         write_records = append
 
     manager = call.stack.manager
-    before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
+    before = manager.memory.block_arena.bytes.clone(), manager.memory.slot_arena.bytes.clone()
     appended = set(call.plan.batch.written.appended)
     real = call.handle.backend
     call.handle.backend = Refusing()
     with pytest.raises(error, match=message):
         call.append()
     call.handle.backend = real
-    assert torch.equal(manager.block_arena.bytes, before[0])
-    assert torch.equal(manager.slot_arena.bytes, before[1])
+    assert torch.equal(manager.memory.block_arena.bytes, before[0])
+    assert torch.equal(manager.memory.slot_arena.bytes, before[1])
     assert call.plan.batch.written.appended == appended
 
 
@@ -230,10 +230,10 @@ def test_a_narrow_plan_can_be_appended_again(layer: int, state: HcaState):
     call = good_call(layer, tokens=3, drafts=2, state=state)
     manager = call.stack.manager
     call.append()
-    before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
+    before = manager.memory.block_arena.bytes.clone(), manager.memory.slot_arena.bytes.clone()
     call.append()
-    assert torch.equal(manager.block_arena.bytes, before[0])
-    assert torch.equal(manager.slot_arena.bytes, before[1])
+    assert torch.equal(manager.memory.block_arena.bytes, before[0])
+    assert torch.equal(manager.memory.slot_arena.bytes, before[1])
 
 
 @pytest.mark.parametrize("end", ["commit", "abandon"])
@@ -279,7 +279,9 @@ def test_padding_rows_belong_to_the_tensors():
 
 def assert_same_arenas(one: Stack, other: Stack) -> None:
     for name in ("block_arena", "slot_arena"):
-        assert torch.equal(getattr(one.manager, name).bytes, getattr(other.manager, name).bytes)
+        assert torch.equal(
+            getattr(one.manager.memory, name).bytes, getattr(other.manager.memory, name).bytes
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, TOKENS])
@@ -329,7 +331,7 @@ def test_a_wide_write_swa_is_not_repeatable_and_cannot_be_abandoned():
 @pytest.mark.parametrize("steps", [[None], [()], [("r",)], [(1, 2, 3, 4)]])
 def test_steps_of_another_shape_are_refused(steps: list):
     manager = good_call(CSA).stack.manager
-    manager.abandon(manager.open_plan)
+    manager.abandon(manager.room.open_plans[0])
     with pytest.raises(PlanError, match="new tokens"):
         manager.prepare_forward(steps)
 

@@ -3,6 +3,8 @@ they go wherever the request goes."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 
 from dsv4 import Hints, PrefixOptions, full
@@ -27,13 +29,13 @@ def run(stack: Stack, text: Text, tokens: int, hints: Hints | None = None) -> No
 
 
 def cached(stack: Stack, text: Text, tokens: int) -> int:
-    prompt = stack.manager.prompt(text.ids[:tokens])
-    return stack.manager.look_up(prompt).reused_tokens // stack.schema.block_tokens
+    prompt = stack.manager.prefix.prompt(text.ids[:tokens])
+    return stack.manager.prefix.look_up(prompt).reused_tokens // stack.schema.block_tokens
 
 
 def nodes(stack: Stack) -> list[PrefixNode]:
-    assert stack.manager.prefix
-    return list(stack.manager.prefix.index.nodes())
+    assert stack.manager._parts.prefix
+    return list(stack.manager._parts.prefix.index.nodes())
 
 
 def test_a_lower_priority_goes_first() -> None:
@@ -64,7 +66,7 @@ def test_what_a_newer_state_of_a_session_leaves_behind_goes_first() -> None:
     newer = old.then(rest, 200)  # a tool call was rendered anew
     run(stack, newer, 385, Hints(session="s"))
     assert (cached(stack, old, 385), cached(stack, newer, 385)) == (3, 3)
-    assert stack.manager.evict(2) == 2
+    assert stack.manager.prefix.evict(2) == 2
     assert (cached(stack, old, 385), cached(stack, newer, 385)) == (1, 3)
     assert cached(stack, other, 257) == 2
 
@@ -78,7 +80,7 @@ def test_another_session_or_salt_supersedes_nothing() -> None:
     request = stack.manager.admit_request(newer.ids[:385], "salt", hints=Hints(session="s"))
     run_to(stack, request, newer, 385)
     stack.manager.release_request(request)
-    stack.manager.evict(0)
+    stack.manager.prefix.evict(0)
     assert not any(node.is_superseded for node in nodes(stack))
 
 
@@ -100,7 +102,7 @@ def test_hints_go_where_the_request_goes() -> None:
     stack = stack_of(16)
     text, hints = Text.random(stack, 0, 600), Hints(priority=3)
     manager = stack.manager
-    prompt = manager.prompt(text.ids[:257], hints=hints)
+    prompt = manager.prefix.prompt(text.ids[:257], hints=hints)
     request = manager.admit_request(prompt)
     run_to(stack, request, text, 257)
     (fork,) = manager.fork(request, 1)
@@ -115,7 +117,7 @@ def test_hints_go_where_the_request_goes() -> None:
     assert hints_of(manager.admit_request(prompt)) == hints
 
 
-@pytest.mark.parametrize("call", ["admit_request", "prompt"])
+@pytest.mark.parametrize("call", ["admit_request", "prefix.prompt"])
 @pytest.mark.parametrize("prefix", [OPTIONS, None])
 def test_what_is_no_hints_is_refused_and_nothing_has_changed(
     call: str, prefix: PrefixOptions | None
@@ -123,7 +125,7 @@ def test_what_is_no_hints_is_refused_and_nothing_has_changed(
     stack = tiny_stack(prefix=prefix, num_blocks=4)
     before = stack.manager.stats()
     with pytest.raises(InvalidInput, match="hints is dict"):
-        getattr(stack.manager, call)([1, 2, 3], hints={"priority": 1})
+        attrgetter(call)(stack.manager)([1, 2, 3], hints={"priority": 1})
     assert stack.manager.stats() == before
 
 

@@ -43,7 +43,7 @@ SPEC = ModelSpec.preset("tiny")
 # without draft layers, whose windows no snapshot has
 SPEC = replace(SPEC, layers=tuple(each for each in SPEC.layers if not each.draft))
 SCHEMA = CacheSchema.build(SPEC, max_context=4096, entries_apart=True)
-ENTRIES, TIMEOUT_S = SCHEMA.entries_bytes, 60.0
+ENTRIES, TIMEOUT_S = SCHEMA.bytes.entries, 60.0
 MOST_DEVICE, MOST_HOST = (None, None, 8, 14), (None, 0, 4, 9, 14, 20)
 BELOW = ("nothing", "disk", "host", "both")
 
@@ -70,18 +70,18 @@ def keep(manager: KVCacheManager, number: int, blocks: int, salt: str | None) ->
 
 
 def cached(manager: KVCacheManager, number: int, blocks: int, salt: str | None) -> int:
-    prompt = manager.prompt(prompt_of(number, blocks * BLOCK + 1), salt)
-    return manager.look_up(prompt).reused_tokens // BLOCK
+    prompt = manager.prefix.prompt(prompt_of(number, blocks * BLOCK + 1), salt)
+    return manager.prefix.look_up(prompt).reused_tokens // BLOCK
 
 
 def rows_of(manager: KVCacheManager) -> SharedHostRows | None:
-    assert manager._residency is not None
-    hosts = manager._residency.places.hosts
+    assert manager._parts.residency is not None
+    hosts = manager._parts.residency.places.hosts
     return hosts if isinstance(hosts, SharedHostRows) else None
 
 
 def root_of(manager: KVCacheManager, salt: str | None) -> bytes:
-    trail = manager.prompt([1], salt).trail
+    trail = manager.prefix.prompt([1], salt).trail
     assert trail is not None
     return trail.root
 
@@ -122,8 +122,8 @@ class Life:
         self.rare = (self.fork, self.rewind, self.reset, self.pin, self.unpin, self.unpin)
         self.rare += (self.limit, self.limit, self.recover)
         self.seen, self.witness = Counter[str](), Witness()
-        assert self.manager.prefix
-        self.manager.prefix.notices.observe(self.witness)
+        assert self.manager._parts.prefix
+        self.manager._parts.prefix.notices.observe(self.witness)
 
     def watch(self, host: HostTier) -> None:
         """What makes room within a limit removes nobody else's records."""
@@ -144,7 +144,7 @@ class Life:
     # ---- what happens --------------------------------------------------------------------------
 
     def note(self, ids: Sequence[int], salt: str | None) -> None:
-        trail = self.manager.prompt(ids, salt).trail
+        trail = self.manager.prefix.prompt(ids, salt).trail
         assert trail is not None
         if len(ids) >= BLOCK:
             self.salt_of[trail.digest(0)] = trail.root
@@ -199,7 +199,7 @@ class Life:
 
     def reset(self) -> None:
         if request := self.one():
-            self.manager.reset_slot(request)
+            self.manager.room.reset_slot(request)
 
     def suspend(self) -> None:
         if self.manager.tiers and (request := self.one()):
@@ -230,14 +230,14 @@ class Life:
 
     def pin(self) -> None:
         salt, ids = self.ids()
-        self.pins.append(self.manager.pin(ids, salt))
+        self.pins.append(self.manager.prefix.pin(ids, salt))
 
     def unpin(self) -> None:
         if self.pins:
-            self.manager.unpin(self.pins.pop(self.draw.randrange(len(self.pins))))
+            self.manager.prefix.unpin(self.pins.pop(self.draw.randrange(len(self.pins))))
 
     def evict(self) -> None:
-        self.manager.evict(self.draw.choice((None, None, 1, 5)))
+        self.manager.prefix.evict(self.draw.choice((None, None, 1, 5)))
 
     def limit(self) -> None:
         salt = self.draw.choice(SALTS)
@@ -247,7 +247,7 @@ class Life:
         else:
             device, host = (self.draw.choice(most) for most in (MOST_DEVICE, MOST_HOST))
             self.limits[salt] = quota = Quota(
-                device_bytes=None if device is None else device * SCHEMA.block_bytes,
+                device_bytes=None if device is None else device * SCHEMA.bytes.block,
                 host_bytes=None if host is None else host * ENTRIES + self.draw.randint(0, 40_000),
             )
             self.quotas.set(salt, quota)
@@ -273,10 +273,10 @@ class Life:
 
     def blocks(self) -> dict[int, bytes]:
         """The root of each block that is not free."""
-        assert self.manager.prefix
+        assert self.manager._parts.prefix
         found = {
             node.block_id: self.salt_of[first_of(node)]
-            for node in self.manager.prefix.index.nodes()
+            for node in self.manager._parts.prefix.index.nodes()
         }
         for request, (salt, _) in self.live.items():
             for block_id in request.block_ids:
@@ -349,7 +349,7 @@ class Life:
 
     def check_refusal(self, error: OverQuota) -> None:
         limit = self.limits[error.salt]
-        each = ENTRIES if error.place == "host" else SCHEMA.block_bytes
+        each = ENTRIES if error.place == "host" else SCHEMA.bytes.block
         assert error.quota_bytes == getattr(limit, f"{error.place}_bytes")
         assert error.total == error.quota_bytes // each
         assert error.used_bytes == error.used * each
@@ -405,17 +405,17 @@ def test_entries_of_live_cached_and_shared_blocks_count_once() -> None:
     manager.release_request(request)
     manager.release_request(twin)
     use, residency = quotas.get("a"), manager.stats().residency
-    assert (use.host_bytes, use.cached_bytes) == (3 * ENTRIES, 3 * SCHEMA.block_bytes)
+    assert (use.host_bytes, use.cached_bytes) == (3 * ENTRIES, 3 * SCHEMA.bytes.block)
     assert residency is not None
     assert residency.host_bytes_used == 3 * ENTRIES
     assert quotas.get("b").host_bytes == 0
-    manager.evict()
+    manager.prefix.evict()
     assert quotas.get("a").host_bytes == 0
 
 
 def test_the_tighter_of_two_quotas_holds_and_the_error_says_which() -> None:
     manager = cache_of(16)
-    quotas, block = Quotas(manager), SCHEMA.block_bytes
+    quotas, block = Quotas(manager), SCHEMA.bytes.block
     quotas.set("a", Quota(device_bytes=6 * block, host_bytes=4 * ENTRIES + 5))
     keep(manager, 1, 2, "a")
     first = manager.admit_request(prompt_of(2, 2 * BLOCK), "a")
@@ -436,7 +436,7 @@ def test_the_tighter_of_two_quotas_holds_and_the_error_says_which() -> None:
     assert (refused.value.place, refused.value.quota_bytes) == ("device", 4 * block)
     assert "on the device" in str(refused.value)
     manager.release_request(first)
-    assert manager.can_admit(prompt_of(3, 3 * BLOCK), "a")
+    assert manager.room.can_admit(prompt_of(3, 3 * BLOCK), "a")
 
 
 def test_a_salt_over_its_host_quota_evicts_its_own_and_nothing_of_others() -> None:
@@ -459,7 +459,7 @@ def test_a_record_that_shares_the_entries_of_a_block_adds_only_the_rest() -> Non
     assert tier.bytes_of(root) > 0
     shared = quotas.get("a").host_bytes
     assert shared == 4 * ENTRIES + tier.bytes_of(root)
-    manager.evict()  # the records keep the rows
+    manager.prefix.evict()  # the records keep the rows
     assert quotas.get("a").host_bytes == shared
     back = manager.tiers.admit(prompt_of(1, 4 * BLOCK + 1), "a", timeout_s=TIMEOUT_S)
     assert back.reused_tokens == 4 * BLOCK
@@ -476,7 +476,7 @@ def test_records_give_way_to_blocks_of_their_own_salt_only() -> None:
     quotas = Quotas(manager)
     keep(manager, 1, 4, "b")  # the oldest, and in reach of whoever may evict it
     keep(manager, 2, 4, "a")
-    manager.evict()
+    manager.prefix.evict()
     most = quotas.get("a").host_bytes
     of_others = quotas.get("b").host_bytes
     quotas.set("a", Quota(host_bytes=most))
@@ -491,7 +491,7 @@ def test_records_give_way_to_blocks_of_their_own_salt_only() -> None:
     assert quotas.get("a").host_bytes <= most
     assert quotas.get("b").host_bytes == of_others
     manager.release_request(request)
-    manager.evict()
+    manager.prefix.evict()
     assert manager.tiers.admit(prompt_of(1, 4 * BLOCK + 1), "b", timeout_s=60).reused_tokens == 512
     quotas.set("a", Quota(host_bytes=0))
     assert quotas.get("a").host_bytes == 0
@@ -508,7 +508,7 @@ def test_a_fetch_does_not_push_out_what_it_fetches_or_anything_else() -> None:
     quotas = Quotas(manager)
     keep(manager, 1, 4, "a")
     keep(manager, 2, 4, "a")
-    manager.evict()
+    manager.prefix.evict()
     most = quotas.get("a").host_bytes
     quotas.set("a", Quota(host_bytes=most))
     before = {*tier._rows}
@@ -531,20 +531,20 @@ def test_a_lower_quota_is_reached_as_soon_as_nothing_holds_the_blocks(way: str) 
     manager = cache_of(16)
     quotas = Quotas(manager)
     keep(manager, 1, 4, "a")
-    pin = manager.pin(prompt_of(1, 4 * BLOCK), "a")
+    pin = manager.prefix.pin(prompt_of(1, 4 * BLOCK), "a")
     request = manager.admit_request(prompt_of(1, 4 * BLOCK + 1), "a")
     if way == "unpin":
         manager.release_request(request)
     else:
-        manager.unpin(pin)
+        manager.prefix.unpin(pin)
     quotas.set("a", entries_of(1))
     assert quotas.get("a").host_bytes >= 4 * ENTRIES
     if way == "unpin":
-        manager.unpin(pin)
+        manager.prefix.unpin(pin)
     elif way == "rewind":
         manager.rewind(request, 0)
     else:
-        manager.reset_slot(request)
+        manager.room.reset_slot(request)
     assert quotas.get("a").host_bytes <= ENTRIES
 
 
@@ -561,16 +561,16 @@ def test_a_quota_that_is_lowered_during_a_fetch_is_reached_when_it_ends() -> Non
     quotas = Quotas(manager)
     for interrupted in (False, True):
         keep(manager, 1, 4, "a")
-        manager.evict(2 if interrupted else None)
+        manager.prefix.evict(2 if interrupted else None)
         fetch = manager.tiers.fetch(prompt_of(1, 4 * BLOCK + 1), "a")
-        quotas.set("a", Quota(device_bytes=SCHEMA.block_bytes))
+        quotas.set("a", Quota(device_bytes=SCHEMA.bytes.block))
         if interrupted:
-            assert quotas.get("a").device_bytes > SCHEMA.block_bytes
+            assert quotas.get("a").device_bytes > SCHEMA.bytes.block
             manager.recover()
         until = time.monotonic() + TIMEOUT_S
         while not fetch.poll():
             assert time.monotonic() < until
-        assert quotas.get("a").device_bytes <= SCHEMA.block_bytes
+        assert quotas.get("a").device_bytes <= SCHEMA.bytes.block
         quotas.remove("a")
     manager.tiers.close(timeout_s=5)
     tier.close(timeout_s=5)

@@ -53,14 +53,14 @@ def test_the_mode_may_change_between_any_two_calls(made: bool, phase: int):
         manager.tiers.suspend(request)
     with mode(next(modes)):
         assert manager.tiers.drain(TIMEOUT_S)
-        manager.evict()
+        manager.prefix.evict()
     with mode(next(modes)):
         request = manager.tiers.resume(text.ids[:260], timeout_s=TIMEOUT_S)
     with mode(next(modes)):
         run_to(stack, request, text, 300)
     assert_cold(stack, request, text.stream)
     with mode(next(modes)):
-        manager.reset_slot(request)
+        manager.room.reset_slot(request)
     manager.release_request(request)
     manager.check_invariants()
 

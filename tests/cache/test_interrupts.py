@@ -77,7 +77,7 @@ class Scene:
             self.plan = manager.prepare_forward([(self.requests[n], 140) for n in names])
             self.write(TINY_LAYERS)
         if call == "unpin":
-            self.pinned = manager.pin(self.old.ids)
+            self.pinned = manager.prefix.pin(self.old.ids)
 
     def text_of(self, seed: int) -> Text:
         if self.real:
@@ -115,7 +115,7 @@ class Scene:
         self.manager.fork(self.busy, 2)
 
     def extend(self) -> None:
-        self.manager.extend(self.busy, 300)
+        self.manager.room.extend(self.busy, 300)
 
     def allocate_block(self) -> None:
         self.manager.allocate_block(self.busy)
@@ -127,19 +127,19 @@ class Scene:
         self.manager.rewind(self.busy, 383)
 
     def reset(self) -> None:
-        self.manager.reset_slot(self.busy)
+        self.manager.room.reset_slot(self.busy)
 
     def release(self) -> None:
         self.manager.release_request(self.busy)
 
     def pin(self) -> None:
-        self.manager.pin(self.old.ids)
+        self.manager.prefix.pin(self.old.ids)
 
     def unpin(self) -> None:
-        self.manager.unpin(self.pinned)
+        self.manager.prefix.unpin(self.pinned)
 
     def evict(self) -> None:
-        self.manager.evict(3)
+        self.manager.prefix.evict(3)
 
     def prepare(self) -> None:
         self.manager.prepare_forward([(self.busy, 4)])
@@ -185,10 +185,10 @@ class Scene:
         """Every request that was live goes on to the right bytes; then nothing is left."""
         manager = self.manager
         self.check_books()
-        for plan in manager.open_plans:
+        for plan in manager.room.open_plans:
             assert plan.after is None or not plan.after.done
-        while manager.open_plan is not None:
-            manager.fail(manager.open_plan)
+        while manager.room.open_plans:
+            manager.fail(manager.room.open_plans[0])
         for request in manager.requests:
             if request not in self.requests.values():  # interrupted on its way to the caller
                 manager.release_request(request)
@@ -209,9 +209,9 @@ class Scene:
         if self.real:
             assert_cold(self.stack, again, self.text.stream)
         manager.release_request(again)
-        for pin in list(manager.prefix.pins._standing):  # type: ignore[union-attr]
-            manager.unpin(pin)
-        manager.evict()
+        for pin in list(manager._parts.prefix.pins._standing):  # type: ignore[union-attr]
+            manager.prefix.unpin(pin)
+        manager.prefix.evict()
         manager.check_invariants()
         stats = manager.stats()
         assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
@@ -219,25 +219,25 @@ class Scene:
 
     def check_events(self) -> None:
         """Each block is told once when it comes and once when it goes."""
-        for event in self.manager.take_events():
+        for event in self.manager.prefix.take_events():
             is_stored = event.what == "stored"
             assert is_stored is (event.digest not in self.router)
             assert event.parent is None or event.parent in self.router or not is_stored
             (self.router.add if is_stored else self.router.remove)(event.digest)
-        assert self.manager.prefix
-        assert self.router == {node.digest for node in self.manager.prefix.index.nodes()}
+        assert self.manager._parts.prefix
+        assert self.router == {node.digest for node in self.manager._parts.prefix.index.nodes()}
 
     def check_books(self) -> None:
         """All that the bytes rely on."""
         manager = self.manager
         manager.check_invariants()
         self.check_events()
-        allocator, schema = manager.table.allocator, manager.schema
+        allocator, schema = manager._parts.table.allocator, manager.schema
         for name, request in self.requests.items():
             if request.released:
                 continue
             ids, published = request.block_ids, request.published_blocks
-            assert manager.block_table[request.slot, :published].tolist() == ids[:published]
+            assert manager.memory.block_table[request.slot, :published].tolist() == ids[:published]
             if not request.is_torn:
                 first = max(request.length, request.reused_tokens) // schema.block_tokens
                 assert not any(map(allocator.is_shared, ids[first:]))
@@ -267,17 +267,17 @@ def interrupt(
     call: Callable[[Scene], None], at: int, *, real: bool = False, inside: bool = False
 ) -> None:
     made = Scene(call.__name__, real=real)
-    assert made.manager.prefix
-    known = set(made.manager.prefix.pins._standing)
+    assert made.manager._parts.prefix
+    known = set(made.manager._parts.prefix.pins._standing)
     with pytest.raises(KeyboardInterrupt), Interrupts(at, inside=inside).injected():
         call(made)
     try:
-        made.manager.extend(made.other, 0)
+        made.manager.room.extend(made.other, 0)
     except RecoveryNeeded:
         with pytest.raises(RecoveryNeeded, match=r"call manager\.recover\(\) before acquire"):
             made.manager.acquire(0)
         made.manager.recover()
-    assert made.manager.prefix.pins._standing <= known, "the caller has no other pin"
+    assert made.manager._parts.prefix.pins._standing <= known, "the caller has no other pin"
     made.go_on()
 
 

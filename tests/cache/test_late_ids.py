@@ -58,13 +58,13 @@ def test_who_shares_blocks_and_learns_its_ids_late_keeps_its_own_first_block(tel
     manager.release_request(told.pop(teller))
     manager.check_invariants()
     stats = manager.stats()
-    assert manager.can_admit((stats.blocks_free + stats.blocks_evictable) * 128)
-    assert manager.evict() == stats.blocks_evictable == 1
+    assert manager.room.can_admit((stats.blocks_free + stats.blocks_evictable) * 128)
+    assert manager.prefix.evict() == stats.blocks_evictable == 1
     (left,) = told.values()
     tell(manager, left)  # alone now: its blocks are cached as ever
     manager.release_request(left)
     assert manager.stats().blocks_cached == 2
-    assert manager.look_up(manager.prompt(IDS[:300])).reused_tokens == 256
+    assert manager.prefix.look_up(manager.prefix.prompt(IDS[:300])).reused_tokens == 256
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -89,10 +89,12 @@ def test_what_counts_as_evictable_can_be_evicted(seed: int):
                 live.remove(request)
                 manager.release_request(request)
             elif what == "evict":
-                assert manager.stats().blocks_evictable == manager.evict()
+                assert manager.stats().blocks_evictable == manager.prefix.evict()
         except (OutOfBlocks, OutOfSlots):
             pass
         manager.check_invariants()
     for request in live:
         manager.release_request(request)
-    assert manager.stats().blocks_evictable == manager.stats().blocks_cached == manager.evict()
+    assert (
+        manager.stats().blocks_evictable == manager.stats().blocks_cached == manager.prefix.evict()
+    )

@@ -53,9 +53,9 @@ def test_refusals_and_evictions_are_told(caplog: pytest.LogCaptureFixture):
         "a snapshot evicted, of the block 1",
     ]
     with pytest.raises(OutOfBlocks):
-        manager.extend(busy, 2 * 384)
+        manager.room.extend(busy, 2 * 384)
     with pytest.raises(ContextOverflow):
-        manager.extend(busy, 2000)
+        manager.room.extend(busy, 2000)
     other = manager.admit_request(10)
     with pytest.raises(OutOfSlots):
         manager.admit_request(10)
@@ -107,5 +107,5 @@ def test_nothing_is_written_where_nobody_listens(monkeypatch: pytest.MonkeyPatch
     manager.release_request(run(manager, 0, 400))
     busy = run(manager, 5000, 500)
     with pytest.raises(OutOfBlocks):
-        manager.extend(busy, 700)
+        manager.room.extend(busy, 700)
     assert made == []

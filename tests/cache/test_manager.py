@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dsv4.cache import build
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
@@ -65,8 +66,8 @@ def test_a_request_gets_a_slot_and_the_blocks_of_its_prompt():
     stats = manager.stats()
     assert (stats.blocks_total, stats.blocks_free, stats.blocks_live) == (8, 4, 4)
     assert (stats.slots_total, stats.slots_free, stats.requests_live) == (3, 0, 3)
-    assert stats.block_bytes_live == 4 * manager.schema.block_bytes
-    assert stats.slot_bytes_live == 3 * manager.schema.slot_bytes
+    assert stats.block_bytes_live == 4 * manager.schema.bytes.block
+    assert stats.slot_bytes_live == 3 * manager.schema.bytes.slot
     manager.check_invariants()
 
 
@@ -81,14 +82,14 @@ def test_blocks_cover_the_tokens(tokens: int, blocks: int):
 def test_extend_adds_the_missing_blocks_behind_the_length():
     manager = tiny_manager()
     request = manager.admit_request(100)
-    assert manager.extend(request, 128) == []
-    assert manager.extend(request, 129) == [1]
-    assert manager.extend(request, 129) == []
+    assert manager.room.extend(request, 128) == []
+    assert manager.room.extend(request, 129) == [1]
+    assert manager.room.extend(request, 129) == []
     grow(manager, request, 130)
-    assert manager.extend(request, 126) == []
-    assert manager.extend(request, 127) == [2]
+    assert manager.room.extend(request, 126) == []
+    assert manager.room.extend(request, 127) == [2]
     assert request.block_ids == [0, 1, 2]
-    assert manager.extend(request, 0) == []
+    assert manager.room.extend(request, 0) == []
     manager.check_invariants()
 
 
@@ -97,8 +98,8 @@ def test_allocate_block_adds_one_at_the_end():
     request, other = manager.admit_request(1), manager.admit_request(1)
     assert manager.allocate_block(request) == 2
     assert manager.allocate_block(other) == 3
-    assert [manager.block_id(request, j) for j in range(2)] == [0, 2]
-    assert [manager.block_id(other, j) for j in range(2)] == [1, 3]
+    assert [manager.room.block_id(request, j) for j in range(2)] == [0, 2]
+    assert [manager.room.block_id(other, j) for j in range(2)] == [1, 3]
     assert manager.stats().blocks_free == 4
 
 
@@ -132,7 +133,7 @@ def test_the_same_calls_give_the_same_ids():
         a, b = manager.admit_request(300), manager.admit_request(500)
         manager.release_request(a)
         c = manager.admit_request(700)
-        manager.extend(b, 900)
+        manager.room.extend(b, 900)
         return [b.block_ids, c.block_ids]
 
     assert run() == run()
@@ -142,29 +143,29 @@ def test_reset_slot_starts_the_request_over_with_its_blocks():
     manager = tiny_manager()
     request, other = manager.admit_request(200), manager.admit_request(1)
     grow(manager, request, 150)
-    manager.slot_arena.bytes.fill_(0xFF)
+    manager.memory.slot_arena.bytes.fill_(0xFF)
     blocks = list(request.block_ids)
-    manager.reset_slot(request)
+    manager.room.reset_slot(request)
     assert (request.length, request.block_ids) == (0, blocks)
-    assert not manager.slot_arena.bytes[request.slot].any()
-    assert (manager.slot_arena.bytes[other.slot] == 0xFF).all()
-    assert (manager.slot_arena.bytes[2] == 0xFF).all()
+    assert not manager.memory.slot_arena.bytes[request.slot].any()
+    assert (manager.memory.slot_arena.bytes[other.slot] == 0xFF).all()
+    assert (manager.memory.slot_arena.bytes[2] == 0xFF).all()
     manager.check_invariants()
     grow(manager, request, 256)
     assert request.length == 256
-    assert manager.block_table[request.slot, :2].tolist() == request.block_ids
+    assert manager.memory.block_table[request.slot, :2].tolist() == request.block_ids
 
 
 def test_can_admit_says_what_admit_would_do():
     manager = tiny_manager(num_blocks=5, max_requests=2)
     for tokens in (-1, 0, 640, 641, 1000, 1001):
         expected = tokens >= 0 and tokens <= 640
-        assert manager.can_admit(tokens) == expected
+        assert manager.room.can_admit(tokens) == expected
         if expected:
             manager.release_request(manager.admit_request(tokens))
     manager.admit_request(0)
     manager.admit_request(0)
-    assert not manager.can_admit(0)
+    assert not manager.room.can_admit(0)
 
 
 def test_tokens_live_is_the_sum_of_the_lengths():
@@ -198,21 +199,21 @@ def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
             for max_requests in (1, 2):
                 sizes = {
                     "max_requests": max_requests,
-                    "other_bytes": KVCacheManager.other_bytes(
+                    "other_bytes": build.other_bytes(
                         schema, max_requests=max_requests, max_step_tokens=16
                     ),
                 }
                 with pytest.raises(PoolTooSmall) as caught:
                     compute_block_budget(schema, memory_bytes=0, **sizes)
-                memory = caught.value.minimum_bytes + schema.block_bytes + 17
+                memory = caught.value.minimum_bytes + schema.bytes.block + 17
                 budget = compute_block_budget(schema, memory_bytes=memory, **sizes)
                 assert budget.num_blocks == 5
                 assert budget.unused_bytes == 17
                 assert budget.total_bytes + budget.unused_bytes == memory
-                manager = KVCacheManager.from_budget(
+                manager = build.manager_from_budget(
                     schema, budget, max_step_tokens=16, device=device, backend="reference"
                 )
-                used = manager.memory_bytes()
+                used = manager.memory.memory_bytes()
                 assert (used.block_arena, used.slot_arena, used.block_table) == (
                     budget.block_arena_bytes,
                     budget.slot_arena_bytes,
@@ -225,7 +226,7 @@ def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_minimum_works_when_given_and_one_byte_less_does_not(preset: str):
     schema = CacheSchema.build(ModelSpec.preset(preset), max_context=512)
-    other_bytes = KVCacheManager.other_bytes(schema, max_requests=2, max_step_tokens=16)
+    other_bytes = build.other_bytes(schema, max_requests=2, max_step_tokens=16)
     sizes = {"max_requests": 2, "other_bytes": other_bytes}
     with pytest.raises(PoolTooSmall) as caught:
         compute_block_budget(schema, memory_bytes=1000, **sizes)
@@ -237,7 +238,7 @@ def test_the_minimum_works_when_given_and_one_byte_less_does_not(preset: str):
     assert caught.value.minimum_bytes == minimum
     budget = compute_block_budget(schema, memory_bytes=minimum, **sizes)
     assert (budget.num_blocks, budget.unused_bytes) == (4, 0)
-    manager = KVCacheManager.from_budget(schema, budget, max_step_tokens=16)
+    manager = build.manager_from_budget(schema, budget, max_step_tokens=16)
     assert len(manager.admit_request(512).block_ids) == 4
 
 
@@ -248,18 +249,18 @@ def test_a_shorter_context_needs_less_memory():
         with pytest.raises(PoolTooSmall) as caught:
             compute_block_budget(schema, memory_bytes=0, max_requests=1, context=context)
         needs.append(caught.value.minimum_bytes)
-    assert needs[0] - needs[1] == 24 * schema.block_bytes
-    assert needs[1] - needs[2] == 7 * schema.block_bytes
+    assert needs[0] - needs[1] == 24 * schema.bytes.block
+    assert needs[1] - needs[2] == 7 * schema.bytes.block
 
 
 def test_a_window_only_model_needs_no_blocks():
     """Planned bytes must work when given, also where no layer keeps entries."""
     model = replace(TINY, name="window-only", layers=v4_layers([0, 0], backbone=2))
     schema = CacheSchema.build(model, max_context=512)
-    manager = KVCacheManager.from_memory(
+    manager = build.manager_from_memory(
         schema, memory_bytes=2**20, max_requests=1, max_step_tokens=16
     )
-    assert manager.table.allocator.total == 0
+    assert manager._parts.table.allocator.total == 0
     request = manager.admit_request(512)
     manager.commit(manager.prepare_forward([(request, 5)]), partial=True)
     manager.check_invariants()
@@ -274,8 +275,12 @@ def test_fresh_memory_is_zeroed_padding_included():
         max_step_tokens=16,
         prefix=PrefixOptions(snapshots=3),
     )
-    assert manager.prefix
-    for memory in (manager.block_arena, manager.slot_arena, manager.prefix.pool):
+    assert manager._parts.prefix
+    for memory in (
+        manager.memory.block_arena,
+        manager.memory.slot_arena,
+        manager._parts.prefix.pool,
+    ):
         assert memory.bytes.numel()
         assert not memory.bytes.any()
 
@@ -291,7 +296,7 @@ def test_a_manager_without_owners_gives_its_memory_back_at_once():
     )
     request = manager.admit_request(5)
     manager.commit(manager.prepare_forward([(request, 5)]), partial=True)
-    gone = weakref.ref(manager.block_arena)
+    gone = weakref.ref(manager.memory.block_arena)
     gc.collect()
     gc.disable()
     try:
@@ -375,7 +380,7 @@ def test_extending_by_something_that_is_no_count(tokens: object):
         nothing_changes(manager),
         pytest.raises(InvalidInput, match=r"tokens=.* whole number of at least 0"),
     ):
-        manager.extend(request, tokens)  # type: ignore[arg-type]
+        manager.room.extend(request, tokens)  # type: ignore[arg-type]
 
 
 def test_a_request_larger_than_the_pool_never_fits():
@@ -411,16 +416,16 @@ def test_extending_tells_wait_from_never():
     request, other = manager.admit_request(256), manager.admit_request(1)
     with nothing_changes(manager):
         with pytest.raises(OutOfBlocks, match="wait") as caught:
-            manager.extend(request, 512)
+            manager.room.extend(request, 512)
         assert (caught.value.needed, caught.value.free, caught.value.never) == (2, 1, False)
         with pytest.raises(OutOfBlocks, match="can never fit") as caught:
-            manager.extend(request, 513)
+            manager.room.extend(request, 513)
         assert (caught.value.needed, caught.value.free, caught.value.never) == (3, 1, True)
         with pytest.raises(ContextOverflow) as overflow:
-            manager.extend(request, 1001)
+            manager.room.extend(request, 1001)
         assert overflow.value.asked_tokens == 1001
     manager.release_request(other)
-    assert manager.extend(request, 512) == [2, 3]
+    assert manager.room.extend(request, 512) == [2, 3]
 
 
 def test_extending_past_the_context_counts_the_length():
@@ -428,9 +433,9 @@ def test_extending_past_the_context_counts_the_length():
     request = manager.admit_request()
     grow(manager, request, 600)
     with nothing_changes(manager), pytest.raises(ContextOverflow) as caught:
-        manager.extend(request, 401)
+        manager.room.extend(request, 401)
     assert caught.value.asked_tokens == 1001
-    assert len(manager.extend(request, 400)) == 3
+    assert len(manager.room.extend(request, 400)) == 3
 
 
 def test_one_more_block_than_there_are_says_wait():
@@ -452,7 +457,7 @@ def test_one_more_block_than_the_pool_has_says_never():
 def test_a_block_past_the_end_of_the_table_row():
     manager = tiny_manager(num_blocks=8, max_context=200)
     request = manager.admit_request(200)
-    assert len(request.block_ids) == manager.block_table.shape[1] == 2
+    assert len(request.block_ids) == manager.memory.block_table.shape[1] == 2
     with (
         nothing_changes(manager),
         pytest.raises(ContextOverflow, match="max_context=200") as caught,
@@ -466,14 +471,14 @@ def test_looking_past_the_end_of_a_requests_table(block: int):
     manager = tiny_manager()
     request = manager.admit_request(200)
     with nothing_changes(manager), pytest.raises(InvalidInput, match="holds 2 blocks"):
-        manager.block_id(request, block)
+        manager.room.block_id(request, block)
 
 
 CALLS: dict[str, Callable[[KVCacheManager, Request], object]] = {
-    "extend": lambda manager, request: manager.extend(request, 1),
+    "extend": lambda manager, request: manager.room.extend(request, 1),
     "allocate_block": lambda manager, request: manager.allocate_block(request),
-    "block_id": lambda manager, request: manager.block_id(request, 0),
-    "reset_slot": lambda manager, request: manager.reset_slot(request),
+    "block_id": lambda manager, request: manager.room.block_id(request, 0),
+    "reset_slot": lambda manager, request: manager.room.reset_slot(request),
     "release_request": lambda manager, request: manager.release_request(request),
     "prepare_forward": lambda manager, request: manager.prepare_forward([(request, 1)]),
 }
@@ -591,19 +596,19 @@ def hold_a_block_twice(manager: KVCacheManager, a: Request, b: Request) -> None:
 
 
 def hold_a_free_block(manager: KVCacheManager, a: Request, b: Request) -> None:
-    a.block_ids.append(manager.table.allocator._free[-1])
+    a.block_ids.append(manager._parts.table.allocator._free[-1])
 
 
 def free_a_held_block(manager: KVCacheManager, a: Request, b: Request) -> None:
-    manager.table.allocator.release(b.block_ids[:1])
+    manager._parts.table.allocator.release(b.block_ids[:1])
 
 
 def lose_a_slot(manager: KVCacheManager, a: Request, b: Request) -> None:
-    manager.table.free_slots.pop()
+    manager._parts.table.free_slots.pop()
 
 
 def free_a_held_slot(manager: KVCacheManager, a: Request, b: Request) -> None:
-    manager.table.free_slots.append(a.slot)
+    manager._parts.table.free_slots.append(a.slot)
 
 
 def swap_slots(manager: KVCacheManager, a: Request, b: Request) -> None:
@@ -611,7 +616,7 @@ def swap_slots(manager: KVCacheManager, a: Request, b: Request) -> None:
 
 
 def outgrow_the_blocks(manager: KVCacheManager, a: Request, b: Request) -> None:
-    manager.table.numbers[0, a.slot] = 129
+    manager._parts.table.numbers[0, a.slot] = 129
 
 
 @pytest.mark.parametrize(
@@ -641,8 +646,8 @@ def test_looking_changes_nothing():
     manager.admit_request(100)
     before = snapshot(manager)
     manager.stats()
-    manager.memory_bytes()
+    manager.memory.memory_bytes()
     manager.check_invariants()
-    manager.can_admit(5)
+    manager.room.can_admit(5)
     manager.acquire(0)
     assert snapshot(manager) == before

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.cache import build
 from dsv4.cache.assembly import _needed_memory
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.options import complete
@@ -34,19 +35,19 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("requests", [1, 7])
 def test_no_more_is_allocated_than_asked(options: dict[str, Any], requests: int):
     asked = 200 * MIB
-    made = KVCacheManager.from_memory(SCHEMA, memory_bytes=asked, max_requests=requests, **options)
-    total = made.memory_bytes().total
+    made = build.manager_from_memory(SCHEMA, memory_bytes=asked, max_requests=requests, **options)
+    total = made.memory.memory_bytes().total
     assert bytes_of(made) == total  # all tensors that the manager has
-    assert asked - SCHEMA.block_bytes < total <= asked
-    other = KVCacheManager.other_bytes(SCHEMA, max_requests=requests, **options)
+    assert asked - SCHEMA.bytes.block < total <= asked
+    other = build.other_bytes(SCHEMA, max_requests=requests, **options)
     budget = compute_block_budget(
         SCHEMA, memory_bytes=asked, max_requests=requests, other_bytes=other
     )
-    assert (budget.total_bytes, budget.num_blocks) == (total, made.table.allocator.total)
+    assert (budget.total_bytes, budget.num_blocks) == (total, made._parts.table.allocator.total)
 
 
 def test_a_step_leaves_nothing_allocated():
-    made = KVCacheManager.from_memory(
+    made = build.manager_from_memory(
         SCHEMA, memory_bytes=20 * MIB, max_requests=3, max_step_tokens=400, prefix=PrefixOptions()
     )
     before = bytes_of(made)
@@ -60,27 +61,27 @@ def test_a_step_leaves_nothing_allocated():
 
 
 def test_a_budget_for_other_options_is_refused():
-    other = KVCacheManager.other_bytes(SCHEMA, max_requests=2)
+    other = build.other_bytes(SCHEMA, max_requests=2)
     budget = compute_block_budget(SCHEMA, memory_bytes=200 * MIB, max_requests=2, other_bytes=other)
     with pytest.raises(InvalidInput, match="compute it for the same ones"):
-        KVCacheManager.from_budget(SCHEMA, budget, max_step_tokens=64)
+        build.manager_from_budget(SCHEMA, budget, max_step_tokens=64)
     uncounted = compute_block_budget(SCHEMA, memory_bytes=200 * MIB, max_requests=2)
     with pytest.raises(InvalidInput, match=f"leaves 0 bytes .* it is {other:,}"):
-        KVCacheManager.from_budget(SCHEMA, uncounted)
+        build.manager_from_budget(SCHEMA, uncounted)
 
 
 def test_too_little_memory_says_how_much_is_needed():
     with pytest.raises(PoolTooSmall, match="in addition") as caught:
-        KVCacheManager.from_memory(SCHEMA, memory_bytes=MIB, max_requests=2, max_step_tokens=64)
+        build.manager_from_memory(SCHEMA, memory_bytes=MIB, max_requests=2, max_step_tokens=64)
     least = caught.value.minimum_bytes
     for memory_bytes in (least - 1, least):
         if memory_bytes < least:
             with pytest.raises(PoolTooSmall):
-                KVCacheManager.from_memory(
+                build.manager_from_memory(
                     SCHEMA, memory_bytes=memory_bytes, max_requests=2, max_step_tokens=64
                 )
         else:
-            KVCacheManager.from_memory(
+            build.manager_from_memory(
                 SCHEMA, memory_bytes=memory_bytes, max_requests=2, max_step_tokens=64
             )
 
@@ -109,7 +110,7 @@ def test_a_budget_above_what_there_is_is_refused():
     for sizes in ({"memory_bytes": 1 << 63}, {"max_requests": 1 << 40}):
         given = {"memory_bytes": 100 * MIB, "max_requests": 2} | sizes
         with pytest.raises(InvalidInput, match="and cpu has"):
-            KVCacheManager.from_memory(SCHEMA, **given)
+            build.manager_from_memory(SCHEMA, **given)
 
 
 def test_snapshots_count_where_they_are() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dsv4.cache import build
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy
 from dsv4.cache.requests import Request
@@ -52,9 +54,9 @@ def scene() -> tuple[Stack, Request]:
 COUNTS: dict[str, Callable[[KVCacheManager, Request, Any], object]] = {
     "fork": lambda m, r, odd: m.fork(r, odd),
     "rewind": lambda m, r, odd: m.rewind(r, odd),
-    "extend": lambda m, r, odd: m.extend(r, odd),
-    "block_id": lambda m, r, odd: m.block_id(r, odd),
-    "evict": lambda m, r, odd: m.evict(odd),
+    "extend": lambda m, r, odd: m.room.extend(r, odd),
+    "block_id": lambda m, r, odd: m.room.block_id(r, odd),
+    "evict": lambda m, r, odd: m.prefix.evict(odd),
     "acquire": lambda m, r, odd: m.acquire(odd),
     "new tokens": lambda m, r, odd: m.prepare_forward([(r, odd)]),
     "start": lambda m, r, odd: m.prepare_forward([(r, 1, odd)]),
@@ -79,9 +81,9 @@ def test_numpy_integers_are_whole_numbers(kind: type):
     manager, one = stack.manager, kind(1)
     (fork,) = manager.fork(request, one)
     manager.rewind(request, kind(19))
-    assert manager.extend(request, kind(120)) != []
-    assert manager.block_id(request, one) == request.block_ids[1]
-    manager.evict(kind(0))
+    assert manager.room.extend(request, kind(120)) != []
+    assert manager.room.block_id(request, one) == request.block_ids[1]
+    manager.prefix.evict(kind(0))
     plan = manager.prepare_forward(
         [(request, kind(2), kind(19)), (fork, one)], pad_tokens=kind(8), pad_requests=kind(3)
     )
@@ -123,7 +125,7 @@ def test_what_is_no_acceptance_and_no_ids():
     manager.abandon(plan)
 
 
-@pytest.mark.parametrize("name", ["admit_request", "pin"])
+@pytest.mark.parametrize("name", ["admit_request", "prefix.pin"])
 def test_what_are_no_tokens(name: str):
     stack, _ = scene()
     before = everything(stack.manager)
@@ -135,15 +137,19 @@ def test_what_are_no_tokens(name: str):
             if not ids.size:
                 continue
         with pytest.raises(Dsv4Error):
-            getattr(stack.manager, name)(odd)
+            attrgetter(name)(stack.manager)(odd)
     for salt in (3, True, b"a", ["a"]):
         with pytest.raises(InvalidInput, match="salt"):
-            getattr(stack.manager, name)([1, 2], salt)
+            attrgetter(name)(stack.manager)([1, 2], salt)
     assert everything(stack.manager) == before
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt", "look_up", "needed_blocks", "admit_request", "pin", "fetch", "supply_ids"]
+    "name",
+    [
+        *("prefix.prompt", "prefix.look_up", "prefix.pin", "room.needed_blocks", "admit_request"),
+        *("tiers.fetch", "supply_ids"),
+    ],
 )
 def test_a_request_is_no_prompt(name: str):
     """It has calls that tensors have; none of them is made."""
@@ -153,12 +159,11 @@ def test_a_request_is_no_prompt(name: str):
     stack.step([(request, text.stream, 20)])
     before = everything(stack.manager)
     first = (request,) if name == "supply_ids" else ()
-    owner = stack.manager.tiers if name == "fetch" else stack.manager
     with pytest.raises(InvalidInput):
-        getattr(owner, name)(*first, request)
+        attrgetter(name)(stack.manager)(*first, request)
     stack.manager.check_invariants()
     assert everything(stack.manager) == before
-    assert stack.manager.can_admit(request) is False  # type: ignore[arg-type]
+    assert stack.manager.room.can_admit(request) is False  # type: ignore[arg-type]
     assert everything(stack.manager) == before
 
 
@@ -167,13 +172,13 @@ def test_a_prompt_may_be_too_long_for_another_manager():
     made = KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=PrefixOptions())
     short = CacheSchema.build(TINY, max_context=256)
     manager = KVCacheManager(short, num_blocks=4, max_requests=1, prefix=PrefixOptions())
-    before, prompt = everything(manager), made.prompt(list(range(300)))
-    for call in (manager.admit_request, manager.look_up, manager.needed_blocks):
+    before, prompt = everything(manager), made.prefix.prompt(list(range(300)))
+    for call in (manager.admit_request, manager.prefix.look_up, manager.room.needed_blocks):
         with pytest.raises(ContextOverflow):
             call(prompt)
-    assert manager.can_admit(prompt) is False
+    assert manager.room.can_admit(prompt) is False
     assert everything(manager) == before
-    assert manager.needed_blocks(made.prompt(list(range(256)))) == 2
+    assert manager.room.needed_blocks(made.prefix.prompt(list(range(256)))) == 2
 
 
 def test_who_accepts_too_many_tokens_is_told_how_many_there_are():
@@ -190,16 +195,16 @@ def test_what_cannot_be_released_later():
     before = everything(stack.manager)
     for odd in ODD:
         with pytest.raises(InvalidInput):
-            stack.manager.release_later(odd)
+            stack.manager.room.release_later(odd)
     assert everything(stack.manager) == before
     other = tiny_stack().manager
     with pytest.raises(RequestError, match="not a request that this manager admitted"):
-        other.release_later(request)
+        other.room.release_later(request)
     assert stack.manager.requests == (request,)
-    stack.manager.release_later(request)
+    stack.manager.room.release_later(request)
     assert stack.manager.requests == ()
-    stack.manager.extend(stack.manager.admit_request(3), 0)
-    stack.manager.release_later(request)  # it has gone already
+    stack.manager.room.extend(stack.manager.admit_request(3), 0)
+    stack.manager.room.release_later(request)  # it has gone already
 
 
 def test_what_is_no_time_to_wait():
@@ -277,7 +282,7 @@ def test_what_is_no_option_of_a_manager(options: dict[str, Any]):
         *(lambda odd=odd: PrefixOptions(model_id=odd) for odd in (None, 3, b"a")),
         lambda: SnapshotPolicy("often"),  # type: ignore[arg-type]
         lambda: SnapshotPolicy("periodic", True),
-        lambda: KVCacheManager.from_budget(SCHEMA, None),  # type: ignore[arg-type]
+        lambda: build.manager_from_budget(SCHEMA, None),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_option(make: Callable[[], object]):

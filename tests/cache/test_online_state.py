@@ -33,11 +33,11 @@ def test_bytes_of_a_v4_flash_request(drafts: int):
         CacheSchema.build(FLASH, max_draft_tokens=drafts, hca_state=state) for state in HCA_STATES
     )
     saved = HCA_LAYERS * (2 * (128 + drafts) * 512 * 4 - (2 + drafts) * STATE_ROW_BYTES)
-    assert raw.slot_bytes - online.slot_bytes == saved
-    assert online.block_bytes == raw.block_bytes
+    assert raw.bytes.slot - online.bytes.slot == saved
+    assert online.bytes.block == raw.bytes.block
     if drafts == 0:
-        assert online.slot_bytes == 4_825_088
-        assert online.slot_bytes - HCA_LAYERS * STATE_ROW_BYTES < 4_800_000
+        assert online.bytes.slot == 4_825_088
+        assert online.bytes.slot - HCA_LAYERS * STATE_ROW_BYTES < 4_800_000
     assert SnapshotLayout(online).row_bytes == SnapshotLayout(raw).row_bytes
     assert online.fingerprint != raw.fingerprint
 
@@ -48,14 +48,16 @@ def test_an_hca_layer_has_a_ring_of_states_and_no_other_tail(drafts: int):
         CacheSchema.build(TINY, max_draft_tokens=drafts, hca_state=state) for state in HCA_STATES
     )
     for layer, spec in enumerate(TINY.layers):
-        names = {p.name for p in online.planes if p.layer == layer and "tail" in p.kind}
+        names = {p.name for p in online.layout.planes if p.layer == layer and "tail" in p.kind}
         if spec.attention is AttentionType.HCA:
             assert names == {"tail_state"}
-            plane = online.plane("tail_state", layer)
+            plane = online.layout.plane("tail_state", layer)
             assert plane is not None
             assert plane.shape == (2 + drafts, 3, TINY.head_dim)
         else:
-            assert names == {p.name for p in raw.planes if p.layer == layer and "tail" in p.kind}
+            assert names == {
+                p.name for p in raw.layout.planes if p.layer == layer and "tail" in p.kind
+            }
             assert not online.layers[layer].online
 
 
@@ -64,7 +66,7 @@ def test_small_groups_stay_raw_where_the_layer_is_not_hca():
     spec = LayerSpec(layer=0, owner=0, attention=AttentionType.CSA, ratio=2, tail_skips_last=True)
     model = replace(TINY, layers=(spec,))
     raw, online = (CacheSchema.build(model, hca_state=state) for state in HCA_STATES)
-    assert online.planes == raw.planes
+    assert online.layout.planes == raw.layout.planes
 
 
 @pytest.mark.parametrize("state", ["Online", "", None, 1])
@@ -180,7 +182,7 @@ def test_a_narrow_step_can_be_appended_again(length: int, state: HcaState):
     request, stream = stack.manager.admit_request(), stack.stream(0, 200)
     stack.step([(request, stream, length)])
     plan = stack.manager.prepare_forward([(request, 4)])
-    arenas = stack.manager.block_arena.bytes, stack.manager.slot_arena.bytes
+    arenas = stack.manager.memory.block_arena.bytes, stack.manager.memory.slot_arena.bytes
     stack.write(plan, [stream])
     before = [arena.clone() for arena in arenas]
     for _ in range(3):

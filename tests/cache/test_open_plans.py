@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dsv4.cache import build
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, full
 from dsv4.errors import InvalidInput, PlanError, RequestError
@@ -66,7 +67,7 @@ def test_plans_that_are_open_at_once_share_no_request():
     with nothing_changes(manager), pytest.raises(PlanError, match="no request in common"):
         manager.prepare_forward([(c, 1), (b, 1)])
     second = manager.prepare_forward([(c, 1)])
-    assert manager.open_plans == [first, second]
+    assert manager.room.open_plans == [first, second]
     assert manager.acquire(0, first.batch) is not manager.acquire(0, second.batch)
     with nothing_changes(manager), pytest.raises(PlanError, match="2 plans are still open"):
         manager.prepare_forward([])
@@ -79,19 +80,19 @@ def test_plans_that_are_open_at_once_share_no_request():
         manager.release_request(c)
     manager.fail(second)
     manager.release_request(c)
-    assert manager.open_plan is None
+    assert not manager.room.open_plans
 
 
 def test_memory_counts_every_lane():
     schema = two_lanes().schema
     one, two = (
-        KVCacheManager.from_memory(
+        build.manager_from_memory(
             schema,
             memory_bytes=200 << 20,
             max_requests=2,
             max_step_tokens=64,
             max_open_plans=plans,
-        ).memory_bytes()
+        ).memory.memory_bytes()
         for plans in (1, 2)
     )
     assert two.workspace == 2 * one.workspace

@@ -52,16 +52,16 @@ class Engine:
             backend=backend,
             prefix=PrefixOptions(policy=full() if policy is None else policy, snapshots=16),
         )
-        arenas = [self.manager.block_arena.bytes, self.manager.slot_arena.bytes]
-        assert self.manager.prefix
-        arenas.append(self.manager.prefix.pool.bytes)
+        arenas = [self.manager.memory.block_arena.bytes, self.manager.memory.slot_arena.bytes]
+        assert self.manager._parts.prefix
+        arenas.append(self.manager._parts.prefix.pool.bytes)
         arenas += [lane.workspace.staging for lane in self.manager.memory.lanes]
         for arena in arenas:
             arena.fill_(POISON)
         self.texts = [Text.random(self.stack, nth, 1000) for nth in range(requests)]
         self.requests = [self.manager.admit_request(t.ids[:prompt]) for t in self.texts]
         for request in self.requests:  # the same blocks, whoever asks first
-            self.manager.extend(request, 900)
+            self.manager.room.extend(request, 900)
         self.lengths = [0] * requests  # as the device knows them
         self.open: list[tuple[ForwardPlan, list[int], list[int], list[int]]] = []
         self.accepted: Tensor | None = None
@@ -135,16 +135,16 @@ def random_life(seed: int, requests: int, steps: int) -> list[tuple[list[int], .
 
 def state_of(engine: Engine) -> dict[str, Any]:
     manager = engine.manager
-    assert manager.prefix
+    assert manager._parts.prefix
     snapshots = {
-        node.digest: manager.prefix.pool.bytes[node.snapshot]
-        for node in manager.prefix.index.nodes()
+        node.digest: manager._parts.prefix.pool.bytes[node.snapshot]
+        for node in manager._parts.prefix.index.nodes()
         if node.snapshot is not None
     }
     return {
-        "blocks": manager.block_arena.bytes,
-        "slots": manager.slot_arena.bytes,
-        "cached": sorted(node.digest for node in manager.prefix.index.nodes()),
+        "blocks": manager.memory.block_arena.bytes,
+        "slots": manager.memory.slot_arena.bytes,
+        "cached": sorted(node.digest for node in manager._parts.prefix.index.nodes()),
         "snapshots": snapshots,
         "chains": [r.trail and r.trail.chain for r in engine.requests],
     }
@@ -199,7 +199,7 @@ def test_the_same_with_the_kernel_that_fills_in_where_requests_start(
     life = random_life(5, 3, 20)
     expected = live(life, ahead=0)
     found = Engine(ahead=2)
-    monkeypatch.setattr(found.manager.backend, "follow", follow.follow)
+    monkeypatch.setattr(found.manager._parts.backend, "follow", follow.follow)
     for rows, counts, kept in life:
         found.step(rows, counts, kept)
     found.finish()
@@ -225,7 +225,7 @@ def test_without_drafts_lengths_are_known_and_only_ids_are_late():
     """The simple case: one token each, all of them kept, ids told at commit."""
     life = [([0, 1, 2], [1, 1, 1], [1, 1, 1]) for _ in range(140)]
     expected, found = Engine(ahead=0), Engine(ahead=1)
-    found.manager.backend.follow = no_launch  # type: ignore[method-assign]
+    found.manager._parts.backend.follow = no_launch  # type: ignore[method-assign]
     for engine in (expected, found):
         for rows, counts, kept in life:
             engine.step(rows, counts, kept, device_counts=False)
@@ -242,12 +242,12 @@ def test_a_replayed_request_writes_no_entries_that_exist():
     for ahead in (0, 2):
         engine = Engine(ahead=ahead, requests=2, prompt=300)
         manager, text = engine.manager, engine.texts[0]
-        assert manager.prefix
+        assert manager._parts.prefix
         engine.step([0], [200], [200])
         engine.step([0], [99], [99])
         engine.finish()
-        for node in list(manager.prefix.rows._taken.values()):
-            manager.prefix.rows.evict(node)
+        for node in list(manager._parts.prefix.rows._taken.values()):
+            manager._parts.prefix.rows.evict(node)
         manager.release_request(engine.requests[1])
         again = manager.admit_request(text.ids[:300])
         assert again.resume.source == "replay" or again.length == 0
@@ -306,7 +306,7 @@ def test_plans_behind_one_that_fails_fail_with_it():
     third = engine.open[-1][0]
     manager.fail(first)
     assert (first.done, second.done, third.done) == (True, True, True)
-    assert manager.open_plans == []
+    assert manager.room.open_plans == []
     assert not any(r.is_torn for r in engine.requests)
     engine.lengths, engine.open = [0, 0, 0], []
     engine.step([0, 1], [4, 4], [4, 4])
@@ -460,8 +460,8 @@ def test_rings_are_long_enough_and_the_planner_knows(drafts: int, ahead: int):
         assert ours.tail_b_rows == theirs.tail_b_rows + (more if theirs.tail_b_rows else 0)
     found = sizing(schema)
     assert found.steps_ahead == ahead
-    assert found.slot_bytes == schema.slot_bytes
-    assert (found.slot_bytes > plain.slot_bytes) == (ahead > 0)
+    assert found.slot_bytes == schema.bytes.slot
+    assert (found.slot_bytes > plain.bytes.slot) == (ahead > 0)
     assert schema.content_fingerprint == plain.content_fingerprint
     with pytest.raises(InvalidInput, match="steps_ahead"):
         CacheSchema.build(TINY, steps_ahead=-1)

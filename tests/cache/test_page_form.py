@@ -82,9 +82,9 @@ def attended(q: Tensor, sink: Tensor, keys: Tensor) -> Tensor:
 def test_a_known_window_row_and_entry_are_where_flash_mla_looks() -> None:
     """By hand: ring row 77 of slot 3, entry row 33 of block 5, of layers that are not the first."""
     schema = build(max_draft_tokens=5)
-    slots = torch.full((4, schema.slot_bytes), POISON, dtype=torch.uint8)
-    blocks = torch.full((6, schema.block_bytes), POISON, dtype=torch.uint8)
-    window, entries = schema.page("window", READER), schema.page("entries", SINGLES)
+    slots = torch.full((4, schema.bytes.slot), POISON, dtype=torch.uint8)
+    blocks = torch.full((6, schema.bytes.block), POISON, dtype=torch.uint8)
+    window, entries = schema.layout.page("window", READER), schema.layout.page("entries", SINGLES)
     assert window is not None
     assert entries is not None
     one = torch.tensor([0])
@@ -116,11 +116,11 @@ def test_a_known_window_row_and_entry_are_where_flash_mla_looks() -> None:
 def test_pages_are_a_number_of_records_apart(options: dict[str, Any]) -> None:
     schema = build(**options)
     arenas = {
-        "block": schema.block_bytes,
-        "slot": schema.slot_bytes,
-        "entries": schema.entries_bytes,
+        "block": schema.bytes.block,
+        "slot": schema.bytes.slot,
+        "entries": schema.bytes.entries,
     }
-    for page in schema.pages:
+    for page in schema.layout.pages:
         if page.kind == "index_keys":
             assert page.form == "planes"
             continue
@@ -128,20 +128,20 @@ def test_pages_are_a_number_of_records_apart(options: dict[str, Any]) -> None:
         assert page.scale_offset_bytes == page.offset_bytes + page.format.data_row_bytes
         assert page.offset_bytes % 16 == 0
         assert arenas[page.arena] % page.record_bytes == 0
-    for kinds, total in (("block", schema.block_bytes + schema.entries_bytes),
-                         ("slot", schema.slot_bytes)):  # fmt: skip
+    for kinds, total in (("block", schema.bytes.block + schema.bytes.entries),
+                         ("slot", schema.bytes.slot)):  # fmt: skip
         assert sum(bytes_by_kind(schema)[kinds].values()) == total
 
 
 def test_what_it_costs() -> None:
     """Bytes after the last page, so that the next one is a number of records away."""
     planes, whole = CacheSchema.build(FLASH), build()
-    assert (planes.block_bytes, whole.block_bytes) == (113_920, 396 * 288)
-    assert (planes.slot_bytes, whole.slot_bytes) == (2_918_400, 5528 * 528)
-    assert whole.bytes_per_token == 891
+    assert (planes.bytes.block, whole.bytes.block) == (113_920, 396 * 288)
+    assert (planes.bytes.slot, whole.bytes.slot) == (2_918_400, 5528 * 528)
+    assert whole.bytes.per_token == 891
     assert SnapshotLayout(whole).row_bytes == SnapshotLayout(planes).row_bytes == 2_682_240
     assert StateLayout(whole).payload_bytes == StateLayout(planes).payload_bytes + 128
-    pairs = zip(planes.pages, whole.pages, strict=True)
+    pairs = zip(planes.layout.pages, whole.layout.pages, strict=True)
     assert all(old.offset_bytes == new.offset_bytes for old, new in pairs)
 
 
@@ -168,7 +168,9 @@ def test_a_decode_step_is_what_flash_mla_would_compute() -> None:
             assert view.page.form == "records"
             caches.append((view.pages, entry_indices(handle, tokens, chosen)))
         for (pages, _), arena in zip(
-            caches, (stack.manager.slot_arena, stack.manager.block_arena), strict=False
+            caches,
+            (stack.manager.memory.slot_arena, stack.manager.memory.block_arena),
+            strict=False,
         ):
             assert pages.untyped_storage().data_ptr() == arena.bytes.data_ptr()  # no copy
         out, _ = handle.attend(q, sinks, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def test_models_and_formats_never_match():
         ),
     ]
     caches = [build(schema=schema, model_id=m) for schema in schemas for m in ("", "x", "y")]
-    digests = [m.prefix.trail(IDS[:256].copy(), None).digest(0) for m in caches]
+    digests = [m._parts.prefix.trail(IDS[:256].copy(), None).digest(0) for m in caches]
     assert len(set(digests)) == len(caches)
 
 
@@ -117,22 +118,24 @@ def test_caches_that_differ_in_drafts_only_keep_the_same_blocks_and_snapshots(st
         options = PrefixOptions(policy=full(), snapshots=8)
         stack = tiny_stack(drafts=drafts, state=state, prefix=options)
         manager = stack.manager
-        assert manager.prefix
-        for memory in (manager.block_arena.bytes, manager.slot_arena.bytes):
+        assert manager._parts.prefix
+        for memory in (manager.memory.block_arena.bytes, manager.memory.slot_arena.bytes):
             memory.zero_()  # as they come; the stack has poisoned them
-        manager.prefix.pool.bytes.zero_()
+        manager._parts.prefix.pool.bytes.zero_()
         text = Text.random(stack, 0, 400)
         request = manager.admit_request(text.ids)
         run_to(stack, request, text, 100, chunk=90)
         run_to(stack, request, text, 400, chunk=chunk)
         assert request.trail is not None
-        nodes = [manager.prefix.index.get(digest) for digest in request.trail.chain]
+        nodes = [manager._parts.prefix.index.get(digest) for digest in request.trail.chain]
         assert all(node is not None and node.snapshot is not None for node in nodes)
         found.append(
             {
                 "digests": list(request.trail.chain),
-                "blocks": manager.block_arena.bytes[request.block_ids[:3]],
-                "snapshots": manager.prefix.pool.bytes[[node.snapshot for node in nodes if node]],
+                "blocks": manager.memory.block_arena.bytes[request.block_ids[:3]],
+                "snapshots": manager._parts.prefix.pool.bytes[
+                    [node.snapshot for node in nodes if node]
+                ],
                 "fingerprint": manager.schema.fingerprint,
             }
         )
@@ -171,7 +174,11 @@ def test_without_a_prefix_cache_ids_are_a_count():
     manager.release_request(request)
     assert manager.stats().blocks_free == 8
     assert manager.stats().prefix is None
-    for call in (lambda: manager.pin(IDS[:300]), manager.evict, lambda: manager.unpin(None)):
+    for call in (
+        lambda: manager.prefix.pin(IDS[:300]),
+        manager.prefix.evict,
+        lambda: manager.prefix.unpin(None),
+    ):
         with pytest.raises(InvalidInput, match="no prefix cache"):
             call()
 
@@ -185,7 +192,7 @@ def test_cached_blocks_make_room_and_the_oldest_go_first():
     compute(manager, IDS[500:900])  # 3 more
     stats = manager.stats()
     assert (stats.blocks_free, stats.blocks_live, stats.blocks_cached) == (3, 0, 5)
-    assert manager.can_admit(600)
+    assert manager.room.can_admit(600)
     request = manager.admit_request(600)
     stats = manager.stats()
     assert (stats.blocks_free, stats.blocks_live, stats.blocks_cached) == (0, 5, 3)
@@ -197,7 +204,9 @@ def test_cached_blocks_make_room_and_the_oldest_go_first():
 
 def reused_now(manager: KVCacheManager, ids: np.ndarray) -> int:
     """Without asking for blocks that are not there."""
-    return manager.prefix.match(manager.prefix.trail(ids.copy(), None)).resume.reused_tokens
+    return manager._parts.prefix.match(
+        manager._parts.prefix.trail(ids.copy(), None)
+    ).resume.reused_tokens
 
 
 def test_wait_and_never_with_a_full_cache():
@@ -208,40 +217,40 @@ def test_wait_and_never_with_a_full_cache():
     with nothing_changes(manager), pytest.raises(OutOfBlocks, match="wait") as caught:
         manager.admit_request(128 * 5)
     assert not caught.value.never
-    assert not manager.can_admit(128 * 5)
+    assert not manager.room.can_admit(128 * 5)
     with nothing_changes(manager), pytest.raises(OutOfBlocks) as caught:
         manager.admit_request(128 * 7)
     assert caught.value.never
     # its own prefix counts as there, and is not evicted for the rest of it
-    assert manager.can_admit(IDS[: 128 * 4])
-    assert not manager.can_admit(IDS[: 128 * 5])
+    assert manager.room.can_admit(IDS[: 128 * 4])
+    assert not manager.room.can_admit(IDS[: 128 * 5])
     with nothing_changes(manager), pytest.raises(OutOfBlocks):
         manager.admit_request(IDS[: 128 * 5])
     request = manager.admit_request(IDS[: 128 * 4])
     assert request.resume.reused_tokens == 384
     manager.release_request(holder)
-    assert manager.can_admit(128 * 2)
+    assert manager.room.can_admit(128 * 2)
     manager.check_invariants()
 
 
 def test_pinned_prefixes_survive_pressure():
     manager = build(num_blocks=8)
     compute(manager, IDS[:300])
-    pinned = manager.pin(IDS[:300])
+    pinned = manager.prefix.pin(IDS[:300])
     assert pinned.tokens == 256
     compute(manager, IDS[100:400])
     for start in range(3):
         compute(manager, IDS[start : start + 700])
     assert reused(manager, IDS[:300]) == 256
-    assert not manager.can_admit(128 * 7)
-    manager.unpin(pinned)
+    assert not manager.room.can_admit(128 * 7)
+    manager.prefix.unpin(pinned)
     with pytest.raises(InvalidInput, match="not pinned"):
-        manager.unpin(pinned)
-    assert manager.can_admit(128 * 8)
+        manager.prefix.unpin(pinned)
+    assert manager.room.can_admit(128 * 8)
     manager.release_request(manager.admit_request(128 * 8))
     assert reused(manager, IDS[:300]) == 0
     with pytest.raises(InvalidInput, match="nothing of this prefix is cached"):
-        manager.pin(IDS[:300])
+        manager.prefix.pin(IDS[:300])
 
 
 def test_a_pinned_prefix_keeps_its_snapshot():
@@ -249,13 +258,13 @@ def test_a_pinned_prefix_keeps_its_snapshot():
     text = Text.random(stack, 0, 300)
     request = stack.manager.admit_request(text.ids)
     run_to(stack, request, text, 300)
-    pinned = stack.manager.pin(text.ids)
+    pinned = stack.manager.prefix.pin(text.ids)
     for seed in (1, 2):
         other = Text.random(stack, seed, 300)
         run_to(stack, stack.manager.admit_request(other.ids), other, 300)
     again = stack.manager.admit_request(text.ids)
     assert (again.resume.source, again.resume.start) == ("snapshot", 256)
-    stack.manager.unpin(pinned)
+    stack.manager.prefix.unpin(pinned)
     stack.manager.check_invariants()
 
 
@@ -325,7 +334,7 @@ def test_counters_and_bytes():
     compute(manager, IDS[:400])  # not cached
     compute(manager, IDS[:400])  # blocks only: nothing was appended, so there is no snapshot
     compute(manager, IDS[500:900] + 7)
-    manager.evict()
+    manager.prefix.evict()
     compute(manager, IDS[:400])  # evicted
     stats = manager.stats()
     prefix = stats.prefix
@@ -336,10 +345,10 @@ def test_counters_and_bytes():
     assert (prefix.block_evictions, prefix.snapshots_used, prefix.snapshots_total) == (6, 0, 3)
     assert (stats.blocks_cached, prefix.blocks_indexed) == (3, 3)
     kinds = prefix.cached_bytes_by_kind
-    assert sum(kinds.values()) == 3 * manager.schema.block_bytes
+    assert sum(kinds.values()) == 3 * manager.schema.bytes.block
     assert {"csa entries", "csa index_keys", "hca entries", "padding"} <= set(kinds)
     assert manager.stats().to_dict()["prefix"]["hits"]["blocks_only"] == 1
-    assert manager.memory_bytes().snapshots == manager.prefix.pool.memory_bytes()
+    assert manager.memory.memory_bytes().snapshots == manager._parts.prefix.pool.memory_bytes()
 
 
 def test_prometheus_text():
@@ -385,9 +394,9 @@ def test_ids_that_are_none(tokens: object):
     manager = build()
     with nothing_changes(manager), pytest.raises(InvalidInput):
         manager.admit_request(tokens)
-    assert not manager.can_admit(tokens)
+    assert not manager.room.can_admit(tokens)
     with nothing_changes(manager), pytest.raises(InvalidInput):
-        manager.pin(tokens)
+        manager.prefix.pin(tokens)
 
 
 def test_salts_must_be_strings():
@@ -449,13 +458,13 @@ def test_the_same_prompt_twice_at_once_does_not_keep_blocks_from_going():
 def test_a_pin_counts_once():
     manager = build()
     compute(manager, IDS[:300])
-    pins = [manager.pin(IDS[:300]) for _ in range(2)]
-    manager.unpin(pins[0])
+    pins = [manager.prefix.pin(IDS[:300]) for _ in range(2)]
+    manager.prefix.unpin(pins[0])
     with nothing_changes(manager), pytest.raises(InvalidInput, match="once"):
-        manager.unpin(pins[0])
-    assert manager.evict() == 0
-    manager.unpin(pins[1])
-    assert manager.evict() == 2
+        manager.prefix.unpin(pins[0])
+    assert manager.prefix.evict() == 0
+    manager.prefix.unpin(pins[1])
+    assert manager.prefix.evict() == 2
 
 
 def test_what_drafts_wrote_stays_with_its_request():
@@ -478,15 +487,15 @@ def test_what_drafts_wrote_stays_with_its_request():
             assert not view[request.slot].view(torch.uint8).any()
 
 
-@pytest.mark.parametrize("failing", ["memory.publish", "prefix.put_state"])
+@pytest.mark.parametrize("failing", ["memory.publish", "_parts.prefix.put_state"])
 def test_a_device_error_in_admission_gives_everything_back(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ):
     manager = build()
     compute(manager, IDS[:300])
-    part, call = failing.split(".")
+    part, call = failing.rsplit(".", 1)
     with nothing_changes(manager), monkeypatch.context() as patch:
-        patch.setattr(getattr(manager, part), call, no_device)
+        patch.setattr(attrgetter(part)(manager), call, no_device)
         with pytest.raises(RuntimeError, match="out of memory"):
             manager.admit_request(IDS[:300])
     assert reused(manager, IDS[:300]) == 256

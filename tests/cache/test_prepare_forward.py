@@ -150,7 +150,7 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         assert set(ids[len(new) :]) <= {-1}
         for r, start, count in steps:
             held = manager.schema.blocks_for(start + count)
-            assert manager.block_table[r.slot, :held].tolist() == r.block_ids[:held]
+            assert manager.memory.block_table[r.slot, :held].tolist() == r.block_ids[:held]
         names = ROWS_OF_A_STEP + [f"items_{ratio}" for ratio in manager.memory.buffers.ratios]
         tensors = [buffers[name] for name in names]
         pointers = [tensor.data_ptr() for tensor in tensors]
@@ -294,14 +294,16 @@ def test_items_are_enough_for_the_worst_step(name: str):
 def test_a_step_takes_the_blocks_it_needs_and_enters_them_in_the_table():
     manager = build()
     a, b = manager.admit_request(), manager.admit_request(200)
-    assert (manager.block_table == -1).all()
+    assert (manager.memory.block_table == -1).all()
     plan = manager.prepare_forward([(a, 130), (b, 1)])
     assert (a.block_ids, b.block_ids) == ([2, 3], [0, 1])
-    assert manager.block_table[a.slot].tolist() == [2, 3] + [-1] * 6
-    assert manager.block_table[b.slot].tolist() == [0] + [-1] * 7  # the second is not reached yet
+    assert manager.memory.block_table[a.slot].tolist() == [2, 3] + [-1] * 6
+    assert (
+        manager.memory.block_table[b.slot].tolist() == [0] + [-1] * 7
+    )  # the second is not reached yet
     manager.commit(plan, partial=True)
     manager.commit(manager.prepare_forward([(b, 128)]), partial=True)
-    assert manager.block_table[b.slot].tolist() == [0, 1] + [-1] * 6
+    assert manager.memory.block_table[b.slot].tolist() == [0, 1] + [-1] * 6
 
 
 def test_a_reused_slot_gets_the_new_requests_blocks():
@@ -313,7 +315,7 @@ def test_a_reused_slot_gets_the_new_requests_blocks():
     extra = manager.allocate_block(second)
     grow(manager, second, 129)
     assert second.block_ids[0] == extra
-    assert manager.block_table[0, :2].tolist() == second.block_ids
+    assert manager.memory.block_table[0, :2].tolist() == second.block_ids
 
 
 def test_blocks_of_an_abandoned_plan_stay_with_the_request():
@@ -325,7 +327,7 @@ def test_blocks_of_an_abandoned_plan_stay_with_the_request():
     manager.check_invariants()
     again = manager.prepare_forward([(request, 200)])
     assert request.block_ids == [0, 1]
-    assert manager.block_table[request.slot, :2].tolist() == [0, 1]
+    assert manager.memory.block_table[request.slot, :2].tolist() == [0, 1]
     manager.commit(again, partial=True)
     assert request.length == 200
 
@@ -343,7 +345,7 @@ def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.M
     manager.commit(manager.prepare_forward([(a, 200), (b, 10)]), partial=True)
     for request in (a, b):
         held = len(request.block_ids)
-        assert manager.block_table[request.slot, :held].tolist() == request.block_ids
+        assert manager.memory.block_table[request.slot, :held].tolist() == request.block_ids
 
 
 def test_nothing_of_a_step_keeps_a_released_request_alive():
@@ -443,7 +445,7 @@ def test_integers_of_numpy_are_counts():
     assert plan.counts.tolist() == [1]
     assert plan.batch.padded_tokens == 4
     manager.commit(plan, partial=True)
-    assert manager.extend(request, np.int64(200)) == request.block_ids[1:]
+    assert manager.room.extend(request, np.int64(200)) == request.block_ids[1:]
     assert manager.rewind(request, np.int64(0)).start == 0
     assert request.length == 0
     manager.check_invariants()

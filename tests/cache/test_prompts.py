@@ -49,13 +49,13 @@ def compute(manager: KVCacheManager, ids: Any, **options: Any) -> None:
 def test_a_prompt_is_told_what_its_admission_finds(policy: Any, tokens: int):
     manager = build(policy=policy)
     compute(manager, IDS[:2000])
-    manager.evict(3)
-    prompt = manager.prompt(IDS[:tokens])
+    manager.prefix.evict(3)
+    prompt = manager.prefix.prompt(IDS[:tokens])
     before = everything(manager)
-    found = manager.look_up(prompt)
-    needed, fits = manager.needed_blocks(prompt), manager.can_admit(prompt)
+    found = manager.prefix.look_up(prompt)
+    needed, fits = manager.room.needed_blocks(prompt), manager.room.can_admit(prompt)
     assert everything(manager) == before
-    assert needed == manager.needed_blocks(IDS[:tokens])
+    assert needed == manager.room.needed_blocks(IDS[:tokens])
     assert fits
     held = manager.stats().blocks_live
     for given in (prompt, prompt, IDS[:tokens]):
@@ -70,9 +70,9 @@ def test_a_snapshot_where_a_replay_would_start_is_seen():
     """The only one that is left lies at 256; the replay of 896 tokens would start there too."""
     manager = build(snapshots=1)
     compute(manager, IDS[:257])
-    manager.pin(IDS[:256])
+    manager.prefix.pin(IDS[:256])
     compute(manager, IDS[:1000])
-    found = manager.look_up(manager.prompt(IDS[:1000]))
+    found = manager.prefix.look_up(manager.prefix.prompt(IDS[:1000]))
     assert found == Resume(start=256, reused_tokens=896, end=1000, source="snapshot")
     assert manager.admit_request(IDS[:1000]).resume == found
 
@@ -80,14 +80,14 @@ def test_a_snapshot_where_a_replay_would_start_is_seen():
 def test_waiting_prompts_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch):
     manager = build()
     compute(manager, IDS[:2000])
-    prompt = manager.prompt(IDS[:3000])
+    prompt = manager.prefix.prompt(IDS[:3000])
 
     def refused(*given: object, **options: object) -> None:
         raise AssertionError("hashed again")
 
     monkeypatch.setattr(hashlib, "blake2b", refused)
-    assert manager.look_up(prompt).reused_tokens == 1920
-    assert manager.can_admit(prompt)
+    assert manager.prefix.look_up(prompt).reused_tokens == 1920
+    assert manager.room.can_admit(prompt)
     request = manager.admit_request(prompt)
     assert request.resume.reused_tokens == 1920
     manager.release_request(request)
@@ -97,8 +97,8 @@ def test_a_long_prompt_is_asked_about_in_a_few_looks():
     model = ModelSpec.preset("tiny")
     schema = CacheSchema.build(model, max_context=min(model.max_context, 131072))
     manager = build(num_blocks=8, schema=schema)
-    prompt = manager.prompt(np.arange(schema.max_context, dtype=np.int32))
-    index = manager.prefix.index  # type: ignore[union-attr]
+    prompt = manager.prefix.prompt(np.arange(schema.max_context, dtype=np.int32))
+    index = manager._parts.prefix.index  # type: ignore[union-attr]
     looks = 0
 
     class Counting(dict[bytes, Any]):
@@ -112,7 +112,7 @@ def test_a_long_prompt_is_asked_about_in_a_few_looks():
     def took() -> float:
         nonlocal looks
         looks, begin = 0, time.thread_time()
-        assert manager.look_up(prompt) == Resume(
+        assert manager.prefix.look_up(prompt) == Resume(
             start=0, reused_tokens=0, end=schema.max_context, source="nothing"
         )
         assert 0 < looks <= 12
@@ -123,7 +123,7 @@ def test_a_long_prompt_is_asked_about_in_a_few_looks():
 
 def test_a_prompt_stays_what_it_was():
     manager = build()
-    prompt = manager.prompt(IDS[:300])
+    prompt = manager.prefix.prompt(IDS[:300])
     request = manager.admit_request(prompt)
     plan = manager.prepare_forward([(request, 300)])
     plan.mark_appended()
@@ -136,19 +136,19 @@ def test_a_prompt_stays_what_it_was():
 
 def test_prompts_of_others_are_refused():
     manager, other = build(), build(model_id="other")
-    prompt = other.prompt(IDS[:300])
+    prompt = other.prefix.prompt(IDS[:300])
     plain = KVCacheManager(SCHEMA, num_blocks=8, max_requests=1, max_step_tokens=8)
-    for call in (manager.admit_request, manager.look_up, manager.needed_blocks):
+    for call in (manager.admit_request, manager.prefix.look_up, manager.room.needed_blocks):
         with pytest.raises(InvalidInput, match="another schema or model"):
             call(prompt)  # type: ignore[operator]
         with pytest.raises(InvalidInput, match="without a prefix cache"):
-            call(plain.prompt(IDS[:300]))  # type: ignore[operator]
-    assert not manager.can_admit(prompt)
+            call(plain.prefix.prompt(IDS[:300]))  # type: ignore[operator]
+    assert not manager.room.can_admit(prompt)
     with pytest.raises(InvalidInput, match="its salt already"):
         other.admit_request(prompt, salt="a")
     with pytest.raises(ContextOverflow):
-        manager.prompt(np.zeros(5000, dtype=np.int32))
-    request = plain.admit_request(plain.prompt(IDS[:300]))
+        manager.prefix.prompt(np.zeros(5000, dtype=np.int32))
+    request = plain.admit_request(plain.prefix.prompt(IDS[:300]))
     assert (len(request.block_ids), request.resume.end) == (3, 300)
 
 
@@ -158,9 +158,9 @@ def test_store_but_do_not_reuse():
     request = manager.admit_request(IDS[:1000], reuse=False)
     assert request.resume.start == request.resume.reused_tokens == 0
     manager.release_request(request)
-    manager.evict()
+    manager.prefix.evict()
     compute(manager, IDS[:1000], reuse=False)
-    assert manager.look_up(manager.prompt(IDS[:1000])).reused_tokens == 896
+    assert manager.prefix.look_up(manager.prefix.prompt(IDS[:1000])).reused_tokens == 896
 
 
 # ---- ids that come late --------------------------------------------------------------------------
@@ -202,18 +202,18 @@ def test_only_ids_of_committed_tokens_are_told():
 def test_capacity_in_numbers():
     manager = build(num_blocks=16)
     compute(manager, IDS[:1000])
-    pinned = manager.pin(IDS[:256])
+    pinned = manager.prefix.pin(IDS[:256])
     stats = manager.stats()
     assert (stats.blocks_free, stats.blocks_cached) == (9, 7)
     assert (stats.blocks_evictable, stats.blocks_pinned) == (5, 2)
     request = manager.admit_request(IDS[:1000])
     assert manager.stats().blocks_evictable == 0
-    assert manager.released_blocks(request) == 6  # 8, of which two are pinned
+    assert manager.room.released_blocks(request) == 6  # 8, of which two are pinned
     (fork,) = manager.fork(request, 1)
-    assert manager.released_blocks(fork) == 0  # its parent holds them too
+    assert manager.room.released_blocks(fork) == 0  # its parent holds them too
     manager.release_request(fork)
     manager.release_request(request)
-    manager.unpin(pinned)
+    manager.prefix.unpin(pinned)
     assert manager.stats().blocks_evictable == 7
 
 
@@ -225,22 +225,22 @@ def test_events_tell_which_blocks_are_there():
     known: dict[bytes, bytes | None] = {}
 
     def follow() -> None:
-        for event in manager.take_events():
+        for event in manager.prefix.take_events():
             if event.what == "stored":
                 assert event.parent is None or event.parent in known
                 known[event.digest] = event.parent
             else:
                 del known[event.digest]
-        index = manager.prefix.index  # type: ignore[union-attr]
+        index = manager._parts.prefix.index  # type: ignore[union-attr]
         assert known == {n.digest: n.parent and n.parent.digest for n in index.nodes()}
 
     compute(manager, IDS[:1000])
     follow()
     assert len(known) == 7
-    manager.evict(2)
+    manager.prefix.evict(2)
     follow()
     compute(manager, IDS[2000:3800])
     follow()
-    assert manager.take_events() == []
+    assert manager.prefix.take_events() == []
     with pytest.raises(InvalidInput, match="events=True"):
-        build().take_events()
+        build().prefix.take_events()

@@ -70,12 +70,12 @@ def keep(manager: KVCacheManager, number: int, tokens: int, salt: str | None) ->
 
 
 def cached(manager: KVCacheManager, number: int, tokens: int, salt: str | None) -> int:
-    prompt = manager.prompt(prompt_of(number, tokens + 1), salt)
-    return manager.look_up(prompt).reused_tokens // BLOCK
+    prompt = manager.prefix.prompt(prompt_of(number, tokens + 1), salt)
+    return manager.prefix.look_up(prompt).reused_tokens // BLOCK
 
 
 def blocks_of(manager: KVCacheManager, count: int) -> Quota:
-    return Quota(device_bytes=count * manager.schema.block_bytes)
+    return Quota(device_bytes=count * manager.schema.bytes.block)
 
 
 # ---- any life ------------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ class Life:
         self.limits: dict[str | None, int] = {}
         self.witness = Witness()
         self.refused = Counter[str]()
-        assert self.manager.prefix
-        self.manager.prefix.notices.observe(self.witness)
+        assert self.manager._parts.prefix
+        self.manager._parts.prefix.notices.observe(self.witness)
 
     def ids(self) -> tuple[str | None, list[int]]:
         salt, tokens = self.draw.choice(SALTS), self.draw.randint(1, 900)
@@ -118,14 +118,14 @@ class Life:
             at = self.draw.randint(0, tokens)
             ids[at:] = [self.draw.randint(0, 99) for _ in ids[at:]]
         if tokens >= BLOCK:
-            prompt = self.manager.prompt(ids, salt)
+            prompt = self.manager.prefix.prompt(ids, salt)
             assert prompt.trail is not None
             self.salt_of[prompt.trail.digest(0)] = salt
         return salt, ids
 
     def admit(self) -> None:
         salt, ids = self.ids()
-        can = self.manager.can_admit(ids, salt)
+        can = self.manager.room.can_admit(ids, salt)
         hints = Hints(priority=self.draw.randint(-2, 2), ttl_s=self.draw.choice([None, 50.0]))
         try:
             request = self.manager.admit_request(ids, salt, hints=hints)
@@ -144,7 +144,7 @@ class Life:
                 self.live[request] = salt, ids[: request.length] + more
             run(self.manager, request, self.live[request][1])
             if request.length >= BLOCK:
-                prompt = self.manager.prompt(self.live[request][1][: request.length], salt)
+                prompt = self.manager.prefix.prompt(self.live[request][1][: request.length], salt)
                 assert prompt.trail is not None
                 self.salt_of[prompt.trail.digest(0)] = salt
 
@@ -169,7 +169,7 @@ class Life:
             request = self.draw.choice([*self.live])
             salt, ids = self.live[request]
             longer = ids[: request.length] + prompt_of(7, self.draw.randint(1, 300))
-            self.manager.continue_request(request, self.manager.prompt(longer, salt))
+            self.manager.continue_request(request, self.manager.prefix.prompt(longer, salt))
             self.live[request] = salt, longer
 
     def release(self) -> None:
@@ -180,18 +180,18 @@ class Life:
 
     def reset(self) -> None:
         if self.live:
-            self.manager.reset_slot(self.draw.choice([*self.live]))
+            self.manager.room.reset_slot(self.draw.choice([*self.live]))
 
     def pin(self) -> None:
         salt, ids = self.ids()
-        self.pins.append(self.manager.pin(ids, salt))
+        self.pins.append(self.manager.prefix.pin(ids, salt))
 
     def unpin(self) -> None:
         if self.pins:
-            self.manager.unpin(self.pins.pop(self.draw.randrange(len(self.pins))))
+            self.manager.prefix.unpin(self.pins.pop(self.draw.randrange(len(self.pins))))
 
     def evict(self) -> None:
-        self.manager.evict(self.draw.randint(0, 3))
+        self.manager.prefix.evict(self.draw.randint(0, 3))
 
     def limit(self) -> None:
         salt = self.draw.choice(SALTS)
@@ -207,10 +207,10 @@ class Life:
 
     def counted(self) -> tuple[Counter[str | None], Counter[str | None]]:
         """Blocks that are taken, and those of them that no request holds, of each salt."""
-        assert self.manager.prefix
+        assert self.manager._parts.prefix
         owners: dict[int, str | None] = {}
         held: set[int] = set()
-        for node in self.manager.prefix.index.nodes():
+        for node in self.manager._parts.prefix.index.nodes():
             first = node
             while first.parent is not None:
                 first = first.parent
@@ -248,7 +248,7 @@ class Life:
 
     def check_refusal(self, error: OverQuota) -> None:
         used, idle = self.counted()
-        size = self.manager.schema.block_bytes
+        size = self.manager.schema.bytes.block
         assert error.salt in self.limits
         assert error.quota_bytes == self.limits[error.salt] * size
         assert error.used_bytes == used[error.salt] * size
@@ -259,7 +259,7 @@ class Life:
     def check(self, before: Counter[str | None]) -> None:
         self.manager.check_invariants()
         used, idle = self.counted()
-        size = self.manager.schema.block_bytes
+        size = self.manager.schema.bytes.block
         for salt in SALTS:
             use = self.quotas.get(salt)
             assert use.device_bytes == used[salt] * size, salt
@@ -315,7 +315,7 @@ def test_a_salt_over_its_quota_evicts_its_own_and_nothing_of_others(
 
 def test_what_requests_hold_is_not_evicted_and_the_error_has_figures() -> None:
     manager = cache_of(16)
-    quotas, size = Quotas(manager), manager.schema.block_bytes
+    quotas, size = Quotas(manager), manager.schema.bytes.block
     quotas.set("a", blocks_of(manager, 6))
     keep(manager, 1, 2 * BLOCK, "a")
     first = manager.admit_request(prompt_of(2, 3 * BLOCK), "a")
@@ -329,11 +329,11 @@ def test_what_requests_hold_is_not_evicted_and_the_error_has_figures() -> None:
     twin = pickle.loads(pickle.dumps(error))
     assert (str(twin), twin.salt, twin.used) == (str(error), "a", 5)
     assert cached(manager, 1, 2 * BLOCK, "a") == 2
-    assert not manager.can_admit(prompt_of(3, 4 * BLOCK), "a")
-    assert manager.can_admit(prompt_of(3, 4 * BLOCK), "b")
-    assert manager.can_admit(4 * BLOCK)  # of no salt, because it has no ids
+    assert not manager.room.can_admit(prompt_of(3, 4 * BLOCK), "a")
+    assert manager.room.can_admit(prompt_of(3, 4 * BLOCK), "b")
+    assert manager.room.can_admit(4 * BLOCK)  # of no salt, because it has no ids
     manager.release_request(first)
-    assert manager.can_admit(prompt_of(3, 4 * BLOCK), "a")
+    assert manager.room.can_admit(prompt_of(3, 4 * BLOCK), "a")
 
 
 def test_what_can_never_fit_says_so() -> None:
@@ -344,25 +344,25 @@ def test_what_can_never_fit_says_so() -> None:
         manager.admit_request(prompt_of(1, 4 * BLOCK), "a")
     assert refused.value.never
     keep(manager, 1, 2 * BLOCK, "a")
-    pin = manager.pin(prompt_of(1, 2 * BLOCK), "a")
+    pin = manager.prefix.pin(prompt_of(1, 2 * BLOCK), "a")
     with pytest.raises(OverQuota, match="unpin something") as refused:
         manager.admit_request(prompt_of(2, 2 * BLOCK), "a")
     assert (refused.value.never, refused.value.pinned) == (True, 2)
-    assert quotas.get("a").pinned_bytes == 2 * manager.schema.block_bytes
-    manager.unpin(pin)
+    assert quotas.get("a").pinned_bytes == 2 * manager.schema.bytes.block
+    manager.prefix.unpin(pin)
     manager.admit_request(prompt_of(2, 2 * BLOCK), "a")
 
 
 def test_shared_blocks_are_counted_once() -> None:
     manager = cache_of(16)
-    quotas, size = Quotas(manager), manager.schema.block_bytes
+    quotas, size = Quotas(manager), manager.schema.bytes.block
     quotas.set("a", blocks_of(manager, 5))
     ids = prompt_of(1, 3 * BLOCK + 1)
     request = manager.admit_request(ids, "a")
     run(manager, request, ids)
     assert quotas.get("a").device_bytes == 4 * size
     (fork,) = manager.fork(request, 1)  # an unfinished block of its own
-    same = manager.prompt(ids[: 3 * BLOCK], "a")
+    same = manager.prefix.prompt(ids[: 3 * BLOCK], "a")
     assert quotas.get("a").device_bytes == 5 * size
     with pytest.raises(OverQuota):
         manager.fork(request, 1)
@@ -384,15 +384,15 @@ def test_a_step_over_the_quota_is_refused_and_nothing_has_changed() -> None:
         manager.prepare_forward([(other, BLOCK + 1), (request, 1)])
     assert (len(other.block_ids), len(request.block_ids)) == (1, 2)
     with pytest.raises(OverQuota):
-        manager.extend(request, 1)
+        manager.room.extend(request, 1)
     with pytest.raises(OverQuota):
-        manager.continue_request(request, manager.prompt([*ids, 5], "a"))
+        manager.continue_request(request, manager.prefix.prompt([*ids, 5], "a"))
     manager.abandon(manager.prepare_forward([(other, BLOCK + 1)]))
 
 
 def test_a_lower_quota_is_reached_at_once_and_as_requests_end() -> None:
     manager = cache_of(16)
-    quotas, size = Quotas(manager), manager.schema.block_bytes
+    quotas, size = Quotas(manager), manager.schema.bytes.block
     explainer = Explainer(manager)
     keep(manager, 1, 4 * BLOCK, "a")
     keep(manager, 2, 4 * BLOCK, "b")

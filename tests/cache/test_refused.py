@@ -133,11 +133,11 @@ def test_what_does_not_fit_beside_pins_never_will():
     manager = build(num_blocks=8, max_step_tokens=512, prefix=PrefixOptions())
     ids = np.arange(3 * 128)
     cached(manager, ids)
-    pinned = manager.pin(ids)
+    pinned = manager.prefix.pin(ids)
     with pytest.raises(OutOfBlocks, match=r"5 of 8 .* 3 pinned.*unpin") as caught:
         manager.admit_request(6 * 128)
     assert (caught.value.never, caught.value.pinned) == (True, 3)
-    assert not manager.can_admit(6 * 128)
+    assert not manager.room.can_admit(6 * 128)
     shared = manager.admit_request(np.arange(8 * 128))  # the pinned blocks are its own beginning
     assert len(shared.block_ids) == 8
     manager.release_request(shared)
@@ -146,8 +146,8 @@ def test_what_does_not_fit_beside_pins_never_will():
         manager.admit_request(5 * 128)
     assert not caught.value.never
     manager.release_request(busy)
-    manager.unpin(pinned)
-    assert manager.can_admit(6 * 128)
+    manager.prefix.unpin(pinned)
+    assert manager.room.can_admit(6 * 128)
     manager.admit_request(6 * 128)
 
 
@@ -180,14 +180,14 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
             lambda: manager.prepare_forward([(b, 1)]),
             lambda: manager.admit_request(1),
             lambda: manager.release_request(b),
-            lambda: manager.can_admit(1),
+            lambda: manager.room.can_admit(1),
             lambda: manager.acquire(0),
-            manager.take_events,
+            manager.prefix.take_events,
             manager.recover,
         )
         found.extend(in_thread(call) for call in calls)
         found.append(in_thread(lambda: manager.stats()))
-        found.append(in_thread(lambda: manager.memory_bytes()))
+        found.append(in_thread(lambda: manager.memory.memory_bytes()))
         send(*given)
 
     monkeypatch.setattr(manager.memory.buffers, "send", slow)
@@ -211,7 +211,7 @@ def test_two_threads_in_the_handles_of_one_plan_are_refused(monkeypatch: pytest.
     kv, projections = stack.inputs(plan, [text.stream], 1)
     handle = manager.acquire(1, plan.batch)
     found: list[BaseException | None] = []
-    append = manager.backend.append
+    append = manager._parts.backend.append
 
     def slow(*given: Any) -> None:
         calls: tuple[Callable[[], object], ...] = (
@@ -225,7 +225,7 @@ def test_two_threads_in_the_handles_of_one_plan_are_refused(monkeypatch: pytest.
         found.extend(in_thread(call) for call in calls)
         append(*given)
 
-    monkeypatch.setattr(manager.backend, "append", slow, raising=False)
+    monkeypatch.setattr(manager._parts.backend, "append", slow, raising=False)
     handle.append(kv, *projections, weights=stack.weights[1])
     assert [type(error) for error in found] == [ThreadError] * 6
     monkeypatch.undo()
@@ -306,19 +306,19 @@ def test_a_finalizer_in_the_middle_of_a_call_releases_later(monkeypatch: pytest.
     send = manager.memory.buffers.send
 
     def collecting(*given: Any) -> None:
-        manager.release_later(going)
-        assert in_thread(lambda: manager.release_later(busy)) is None
+        manager.room.release_later(going)
+        assert in_thread(lambda: manager.room.release_later(busy)) is None
         send(*given)
 
-    manager.release_later(gone)
+    manager.room.release_later(gone)
     assert (gone.released, manager.requests) == (False, (going, busy))
     monkeypatch.setattr(manager.memory.buffers, "send", collecting)
     plan = manager.prepare_forward([(busy, 1)])
     assert (gone.released, going.released, manager.requests) == (True, False, (busy,))
     manager.commit(plan, partial=True)
     assert (going.released, busy.released, manager.requests) == (True, False, ())
-    manager.release_later(gone)
-    manager.extend(manager.admit_request(0), 0)
+    manager.room.release_later(gone)
+    manager.room.extend(manager.admit_request(0), 0)
     assert busy.released
     manager.release_request(manager.requests[0])
     manager.check_invariants()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import dsv4
+from dsv4.cache import build
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.requests import Request
@@ -42,11 +43,11 @@ POISON = 0xEE
 
 def made(schema: CacheSchema = APART, **options: Any) -> KVCacheManager:
     if schema.entries_apart:
-        options.setdefault("host_memory", BLOCKS * schema.entries_bytes)
+        options.setdefault("host_memory", BLOCKS * schema.bytes.entries)
     options = {"max_requests": 3, "max_step_tokens": 256, "num_blocks": BLOCKS} | options
     options.setdefault("prefix", PrefixOptions(policy=full(), snapshots=4, model_id="x"))
     manager = KVCacheManager(schema, **options)
-    manager.block_arena.bytes.fill_(POISON)
+    manager.memory.block_arena.bytes.fill_(POISON)
     if manager.memory.entries is not None:
         manager.memory.entries.arena.bytes.fill_(POISON)
         residency(manager)._pool.bytes.fill_(POISON)
@@ -54,8 +55,8 @@ def made(schema: CacheSchema = APART, **options: Any) -> KVCacheManager:
 
 
 def residency(manager: KVCacheManager) -> Any:
-    assert manager._residency is not None
-    return manager._residency
+    assert manager._parts.residency is not None
+    return manager._parts.residency
 
 
 def run(manager: KVCacheManager, request: Request, end: int, chunk: int = 200) -> list[Tensor]:
@@ -76,7 +77,7 @@ def expected(start: int, end: int) -> Tensor:
 
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path):
-    enough = BLOCKS * APART.entries_bytes
+    enough = BLOCKS * APART.bytes.entries
     cases: list[tuple[CacheSchema, dict[str, Any], str]] = [
         (PLAIN, {"host_memory": enough}, "entries_apart=True"),
         (APART, {"host_memory": None}, "give host_memory"),
@@ -125,28 +126,28 @@ def test_memory_that_the_system_does_not_give_or_pin_is_refused(monkeypatch: pyt
 def test_no_more_is_allocated_than_asked_of_either_memory():
     asked, host = 6 << 20, 12 << 20
     options: dict[str, Any] = {"max_requests": 3, "max_step_tokens": 256}
-    manager = KVCacheManager.from_memory(
+    manager = build.manager_from_memory(
         APART, memory_bytes=asked, host_memory=host, context=512, **options
     )
-    memory, stats = manager.memory_bytes(), manager.stats().residency
+    memory, stats = manager.memory.memory_bytes(), manager.stats().residency
     assert stats is not None
     assert stats.host_bytes <= host
     assert memory.total <= asked
-    assert asked - memory.total < APART.block_bytes + APART.entries_bytes
+    assert asked - memory.total < APART.bytes.block + APART.bytes.entries
     assert bytes_of(manager) == memory.total + stats.host_bytes
-    assert manager.table.allocator.total == stats.host_bytes // APART.entries_bytes
+    assert manager._parts.table.allocator.total == stats.host_bytes // APART.bytes.entries
 
 
 def test_too_little_of_either_memory_says_which():
     options: dict[str, Any] = {"max_requests": 3, "max_step_tokens": 256}
     with pytest.raises(PoolTooSmall, match="of host memory hold"):
-        KVCacheManager.from_memory(APART, memory_bytes=30 << 20, host_memory=1000, **options)
+        build.manager_from_memory(APART, memory_bytes=30 << 20, host_memory=1000, **options)
     with pytest.raises(PoolTooSmall, match="on the device do not hold") as caught:
-        KVCacheManager.from_memory(APART, memory_bytes=1000, host_memory="1GB", **options)
+        build.manager_from_memory(APART, memory_bytes=1000, host_memory="1GB", **options)
     least = caught.value.minimum_bytes
-    KVCacheManager.from_memory(APART, memory_bytes=least, host_memory="1GB", **options)
+    build.manager_from_memory(APART, memory_bytes=least, host_memory="1GB", **options)
     with pytest.raises(InvalidInput, match="without host memory the device holds"):
-        KVCacheManager.from_memory(
+        build.manager_from_memory(
             APART, memory_bytes=60 << 20, host_memory="300kB", context=128, **options
         )
 
@@ -194,14 +195,14 @@ def test_a_state_goes_to_a_disk_and_comes_back(tmp_path: Path):
     assert manager.stats().residency.blocks_only_in_host > 0  # type: ignore[union-attr]
     manager.tiers.suspend(request)
     assert manager.tiers.drain(120)
-    manager.evict()
+    manager.prefix.evict()
     for memory in (manager.memory.entries.arena.bytes, residency(manager)._pool.bytes):  # type: ignore[union-attr]
         memory.fill_(POISON)
-    manager.block_arena.bytes.fill_(POISON)
+    manager.memory.block_arena.bytes.fill_(POISON)
     back = manager.tiers.resume(IDS[:1301], timeout_s=120)
     assert back.length == 1301
     manager.check_invariants()
-    manager.extend(back, 99)
+    manager.room.extend(back, 99)
     found = torch.cat([*run(manager, back, 1310, chunk=1), *run(manager, back, 1400)])
     assert torch.equal(found, expected(1301, 1400))
     manager.tiers.close(120)
@@ -216,7 +217,7 @@ def test_steps_may_overlap():
         manager = made(schema, max_open_plans=2)
         request = manager.admit_request(IDS[:1200])
         run(manager, request, 1150)
-        manager.extend(request, 300)
+        manager.room.extend(request, 300)
         found, at = [], request.length
         before = manager.prepare_forward([(request, 2)])
         found.append(MODEL.run(manager, before.batch, IDS[at : at + 2]))
@@ -249,7 +250,7 @@ def test_a_chunk_that_is_planned_already_reads_what_its_request_had_then():
     found = [MODEL.run(manager, before.batch, IDS[:128])]
     after = manager.prepare_forward([(request, 128)], after=before)
     manager.commit(before, ids=IDS[:128])
-    cached = manager.prefix.required().match(request.trail).nodes[0].block_id
+    cached = manager._parts.prefix.required().match(request.trail).nodes[0].block_id
     assert residency(manager).places.row_of[cached] < 0
     assert request.block_ids[0] != cached
     found.append(MODEL.run(manager, after.batch, IDS[128:256]))
@@ -277,7 +278,7 @@ def busy(schema: CacheSchema = APART) -> tuple[KVCacheManager, Request]:
     manager = made(schema, max_requests=4)
     request = manager.admit_request(IDS[:1100])
     run(manager, request, 1023, chunk=256)
-    manager.extend(request, 300)
+    manager.room.extend(request, 300)
     run(manager, request, 1025, chunk=2)
     return manager, request
 
@@ -304,12 +305,12 @@ def test_a_device_error_in_any_copy_loses_nothing(name: str):
             break
         assert result is None
         assert request.length == length
-        assert manager.open_plan is None
+        assert not manager.room.open_plans
         assert len(manager.requests) == 1
         at += 1
     assert at > 0 or name not in IN_CI
-    if manager.open_plan is not None:
-        manager.abandon(manager.open_plan)
+    if manager.room.open_plans:
+        manager.abandon(manager.room.open_plans[0])
     for other in manager.requests:
         if other is not request:
             manager.release_request(other)
@@ -370,7 +371,7 @@ def test_what_a_call_that_broke_off_has_not_fetched_is_not_taken_for_fetched(
     manager = made(entry_rows=8)
     request = manager.admit_request(IDS[:1300])
     run(manager, request, 1300, chunk=256)
-    manager.extend(request, 100)
+    manager.room.extend(request, 100)
     found, copy, before = [], host_entries._copy_record, manager.stats().residency
     for nth, copied in enumerate((0, 0, 3, 3, 7)):
         left = [copied]
@@ -420,7 +421,7 @@ def test_an_interrupt_between_two_books_comes_out_as_one(monkeypatch: pytest.Mon
         manager.prepare_forward([(request, 1)])
     manager.recover()
     manager.check_invariants()
-    assert manager.open_plan is None
+    assert not manager.room.open_plans
     assert torch.equal(torch.cat(run(manager, request, 500)), expected(200, 500))
 
 
@@ -524,7 +525,7 @@ def test_whoever_reads_what_counts_as_copied_waits_for_it(monkeypatch: pytest.Mo
     mark = held.copies._early
     assert mark in [each for each, _ in begun]
     before = mark.waited
-    manager.extend(request, 100)
+    manager.room.extend(request, 100)
     run(manager, request, 1303, chunk=1)
     assert mark.waited >= before + 3
     held.target_of(0)
@@ -574,8 +575,8 @@ def test_an_interrupt_is_recovered_from(name: str, places: int):
             CALLS[name](manager, request)
         manager.recover()
         manager.check_invariants()
-        if manager.open_plan is not None:
-            manager.abandon(manager.open_plan)
+        if manager.room.open_plans:
+            manager.abandon(manager.room.open_plans[0])
         for other in manager.requests:
             if other is not request:
                 manager.release_request(other)

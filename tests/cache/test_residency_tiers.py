@@ -36,7 +36,7 @@ PLAIN, APART = (
     CacheSchema.build(SPEC, max_context=3072, entries_apart=flag) for flag in (False, True)
 )
 MODEL = AttendingModel(PLAIN)
-RECORD = APART.block_bytes + 8192
+RECORD = APART.bytes.block + 8192
 
 
 def made(schema: CacheSchema = APART, **options: Any) -> KVCacheManager:
@@ -68,12 +68,12 @@ def with_host(spare: int = 12, **options: Any) -> tuple[KVCacheManager, HostTier
 
 
 def host(spare: int) -> int:
-    return (BLOCKS + spare) * APART.entries_bytes
+    return (BLOCKS + spare) * APART.bytes.entries
 
 
 def rows_of(manager: KVCacheManager) -> SharedHostRows:
-    assert manager._residency is not None
-    hosts = manager._residency.places.hosts
+    assert manager._parts.residency is not None
+    hosts = manager._parts.residency.places.hosts
     assert isinstance(hosts, SharedHostRows)
     return hosts
 
@@ -87,7 +87,7 @@ def transfers(manager: KVCacheManager) -> Any:
 
 def test_what_comes_back_of_an_evicted_block_is_only_what_stays_on_the_device():
     manager, tier = with_host()
-    pool = manager._residency._pool  # type: ignore[union-attr]
+    pool = manager._parts.residency._pool  # type: ignore[union-attr]
     request = manager.admit_request(IDS[:1300])
     run(manager, request, 1300)
     rows = [int(rows_of(manager).row_of[b]) for b in request.block_ids[:10]]
@@ -95,27 +95,27 @@ def test_what_comes_back_of_an_evicted_block_is_only_what_stays_on_the_device():
     assert manager.tiers.drain(TIMEOUT_S)
     copied = transfers(manager).bytes_copied
     snapshots = sum(key.kind is Kind.SNAPSHOT for key in tier._rows)
-    assert copied == 10 * APART.block_bytes + snapshots * snapshot_bytes(manager)
+    assert copied == 10 * APART.bytes.block + snapshots * snapshot_bytes(manager)
     content = pool.bytes[rows].clone()
-    manager.evict()
+    manager.prefix.evict()
     assert manager.stats().blocks_free == BLOCKS
     assert rows_of(manager).of_records_only == 10
-    for memory in (manager.block_arena.bytes, manager.memory.entries.arena.bytes):  # type: ignore[union-attr]
+    for memory in (manager.memory.block_arena.bytes, manager.memory.entries.arena.bytes):  # type: ignore[union-attr]
         memory.fill_(0xEE)
     back = manager.tiers.admit(IDS[:1300], timeout_s=TIMEOUT_S)
     assert back.reused_tokens == 1280
     assert [int(rows_of(manager).row_of[b]) for b in back.block_ids[:10]] == rows
     assert torch.equal(pool.bytes[rows], content)
     fetched = transfers(manager).bytes_fetched
-    assert fetched - 10 * APART.block_bytes in (0, snapshot_bytes(manager))
+    assert fetched - 10 * APART.bytes.block in (0, snapshot_bytes(manager))
     start = back.length
     assert torch.equal(torch.cat(run(manager, back, 1300)), expected(start, 1300))
     manager.check_invariants()
 
 
 def snapshot_bytes(manager: KVCacheManager) -> int:
-    assert manager.prefix
-    return manager.prefix.pool.layout.row_bytes
+    assert manager._parts.prefix
+    return manager._parts.prefix.pool.layout.row_bytes
 
 
 @pytest.mark.parametrize("spare", [12, 0])
@@ -125,7 +125,7 @@ def test_two_fetches_of_the_same_blocks_do_not_take_one_row_of_host_memory(spare
     run(manager, request, 1300)
     manager.release_request(request)
     assert manager.tiers.drain(TIMEOUT_S)
-    manager.evict()
+    manager.prefix.evict()
     fetches = [manager.tiers.fetch(IDS[:1300]) for _ in range(2)]
     until = time.monotonic() + TIMEOUT_S
     while not all(fetch.poll() for fetch in fetches):
@@ -145,12 +145,12 @@ def test_what_is_computed_again_is_kept_once():
     run(manager, request, 700)
     manager.release_request(request)
     assert manager.tiers.drain(TIMEOUT_S)
-    manager.evict()
+    manager.prefix.evict()
     request = manager.admit_request(IDS[:700])  # without asking tiers
     assert request.length == 0
     run(manager, request, 700)
     assert manager.tiers.drain(TIMEOUT_S)
-    assert manager.prefix
+    assert manager._parts.prefix
     hosts = rows_of(manager)
     for nth, block_id in enumerate(request.block_ids[:5]):
         assert request.trail is not None
@@ -160,7 +160,7 @@ def test_what_is_computed_again_is_kept_once():
         assert row.loan is not None
         assert row.loan.row == hosts.row_of[block_id]
     assert (hosts.of_records_only, hosts.free) == (0, hosts.total - 5)
-    manager.evict()
+    manager.prefix.evict()
     back = manager.tiers.admit(IDS[:700], timeout_s=TIMEOUT_S)
     assert back.reused_tokens == 640
     assert torch.equal(torch.cat(run(manager, back, 700)), expected(back.resume.start, 700))
@@ -223,7 +223,7 @@ def test_a_copy_up_that_fails_is_a_miss_and_loses_nothing(monkeypatch: pytest.Mo
     run(manager, request, 700)
     manager.release_request(request)
     assert manager.tiers.drain(TIMEOUT_S)
-    manager.evict()
+    manager.prefix.evict()
 
     def fail(*given: Any) -> Any:
         raise DeviceFault("CUDA error: out of memory")
@@ -245,7 +245,7 @@ def test_entries_that_cannot_be_copied_down_are_no_record_until_they_are(
 ):
     manager, tier = with_host()
     request = manager.admit_request(IDS[:500])
-    residency = manager._residency
+    residency = manager._parts.residency
     assert residency is not None
 
     def fail(*given: Any) -> Any:
@@ -272,13 +272,13 @@ def test_rows_that_a_tier_below_does_not_give_back_are_missed_but_not_waited_for
     held = [row for row in tier.hold(labels) if row is not None]
     assert len(held) == 7
     manager.release_request(request)
-    manager.evict()
+    manager.prefix.evict()
     other = manager.admit_request([*IDS[1000:], *IDS[:1900]])
     text = [*IDS[1000:], *IDS[:1900]]
     while other.length < BLOCKS * 128 - 256:
         MODEL.step(manager, [(other, text[other.length : other.length + 200])])
         manager.check_invariants()
-    in_host = manager._residency.places.in_host  # type: ignore[union-attr]
+    in_host = manager._parts.residency.places.in_host  # type: ignore[union-attr]
     assert int(np.count_nonzero(in_host)) == hosts.total - 7
     whole = [bytes(row.parts.payload[-1]) for row in held]
     for row in held:
@@ -299,7 +299,7 @@ def test_an_interrupt_while_records_come_up_is_recovered_from(places: int):
         run(manager, request, 500)
         manager.release_request(request)
         assert manager.tiers.drain(TIMEOUT_S)
-        manager.evict()
+        manager.prefix.evict()
         return manager
 
     probe = Interrupts(None, files)
@@ -495,7 +495,7 @@ def test_a_snapshot_does_not_keep_the_row_of_an_evicted_block():
 
 def test_a_manager_without_a_host_tier_has_one_row_for_each_block():
     manager = made(prefix=PrefixOptions(policy=full(), snapshots=4, model_id="x"))
-    assert manager._residency is not None
-    assert manager._residency.places.hosts.row_of.tolist() == list(range(BLOCKS))
+    assert manager._parts.residency is not None
+    assert manager._parts.residency.places.hosts.row_of.tolist() == list(range(BLOCKS))
     assert manager.memory.entries is not None
     assert len(manager.memory.entries.tables) == 1

@@ -101,7 +101,7 @@ def mixed_load(seed: int, requests: int) -> Iterator[TraceRequest]:
 @pytest.mark.parametrize("blocks", [300, 1200])
 def test_it_finds_more_than_the_least_recently_used_order(blocks: int) -> None:
     load = list(mixed_load(1, 1500))
-    capacity = blocks * FLASH.block_bytes
+    capacity = blocks * FLASH.bytes.block
     lru = replay(load, FLASH, LeastRecentlyUsed, capacity_bytes=capacity)
     own = replay(load, FLASH, Retention, capacity_bytes=capacity)
     assert lru.evictions > 0
@@ -111,7 +111,7 @@ def test_it_finds_more_than_the_least_recently_used_order(blocks: int) -> None:
 
 def test_it_finds_the_same_where_everything_fits() -> None:
     load = list(mixed_load(2, 300))
-    capacity = 1_000_000 * FLASH.block_bytes
+    capacity = 1_000_000 * FLASH.bytes.block
     lru = replay(load, FLASH, LeastRecentlyUsed, capacity_bytes=capacity)
     own = replay(load, FLASH, Retention, capacity_bytes=capacity)
     assert (own.tokens_hit, own.evictions) == (lru.tokens_hit, 0)

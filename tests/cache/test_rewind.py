@@ -75,7 +75,7 @@ def test_a_block_that_others_read_is_copied_before_it_is_written():
     run_to(stack, fork, changed, 300, chunk=4)
     assert_cold(stack, fork, changed)
     assert_cold(stack, request, stream)
-    assert stack.manager.block_table[fork.slot, :3].tolist() == fork.block_ids
+    assert stack.manager.memory.block_table[fork.slot, :3].tolist() == fork.block_ids
     stack.manager.check_invariants()
 
 
@@ -95,7 +95,7 @@ def test_reset_slot_lets_go_of_blocks_that_others_read():
     request = stack.manager.admit_request(0)
     run_to(stack, request, stream, 300)
     (fork,) = stack.manager.fork(request, 1)
-    stack.manager.reset_slot(fork)
+    stack.manager.room.reset_slot(fork)
     assert len(fork.block_ids) == 1
     run_to(stack, fork, other, 280)
     assert_cold(stack, fork, other)

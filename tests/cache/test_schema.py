@@ -33,15 +33,15 @@ TINY = PRESETS["tiny"]
 
 def payload_per_token(schema: CacheSchema) -> float:
     """Bytes a token before alignment: what the papers count (the pad byte of 584 included)."""
-    in_block = (page.payload_bytes for page in schema.pages if page.kind != "window")
+    in_block = (page.payload_bytes for page in schema.layout.pages if page.kind != "window")
     return sum(in_block) / schema.block_tokens
 
 
 def paint(schema: CacheSchema, arena: str) -> np.ndarray:
     """How many planes claim each byte of a row of the arena, by walking offsets and strides."""
-    row_bytes = schema.block_bytes if arena == "block" else schema.slot_bytes
+    row_bytes = schema.bytes.block if arena == "block" else schema.bytes.slot
     claims = np.zeros(row_bytes, dtype=np.uint8)
-    for plane in schema.planes:
+    for plane in schema.layout.planes:
         if plane.arena != arena:
             continue
         rows, columns = plane.shape
@@ -60,19 +60,19 @@ def paint(schema: CacheSchema, arena: str) -> np.ndarray:
 def check_layout(schema: CacheSchema) -> None:
     """Planes are disjoint, inside, aligned, and the sums of bytes_by_kind are the totals."""
     by_kind = bytes_by_kind(schema)
-    for arena, total in (("block", schema.block_bytes), ("slot", schema.slot_bytes)):
+    for arena, total in (("block", schema.bytes.block), ("slot", schema.bytes.slot)):
         claims = paint(schema, arena)
         assert claims.max(initial=0) <= 1, f"two planes of the {arena} share a byte"
         assert sum(by_kind[arena].values()) == total
         assert by_kind[arena]["padding"] == int((claims == 0).sum())
         assert total % schema.align_bytes == 0
-    for page in schema.pages:
+    for page in schema.layout.pages:
         assert page.offset_bytes % schema.align_bytes == 0
-    for plane in schema.planes:
+    for plane in schema.layout.planes:
         item = ITEM_BYTES[plane.dtype]
         assert plane.offset_bytes % item == 0
         assert all(stride % item == 0 for stride in plane.strides_bytes)
-    names = [(plane.name, plane.layer) for plane in schema.planes]
+    names = [(plane.name, plane.layer) for plane in schema.layout.planes]
     assert len(set(names)) == len(names)
 
 
@@ -112,27 +112,27 @@ def test_a_million_tokens_of_flash_are_3_685_gb() -> None:
 
 @pytest.mark.parametrize("block_tokens", [128, 256, 512])
 def test_bytes_per_token_stay_near_the_papers_with_alignment(block_tokens: int) -> None:
-    assert CacheSchema.build(FLASH, block_tokens=block_tokens).bytes_per_token <= 3_550
-    assert CacheSchema.build(PRO, block_tokens=block_tokens).bytes_per_token <= 5_031.4375 * 1.01
+    assert CacheSchema.build(FLASH, block_tokens=block_tokens).bytes.per_token <= 3_550
+    assert CacheSchema.build(PRO, block_tokens=block_tokens).bytes.per_token <= 5_031.4375 * 1.01
 
 
 def test_flash_sizes_to_the_byte() -> None:
     schema = CacheSchema.build(FLASH)
-    assert schema.block_bytes == 449_824 + 20 * 24  # 584-byte HCA pages end 24 before a sector
+    assert schema.bytes.block == 449_824 + 20 * 24  # 584-byte HCA pages end 24 before a sector
     csa_tail = 2 * 4 * (4 + 8) * (512 + 128)  # k and z, fp32, current and previous stream
     hca_tail = 2 * 4 * 128 * 512
-    assert schema.slot_bytes == 44 * 128 * 584 + 21 * csa_tail + 20 * hca_tail
-    assert schema.block_table_row_bytes == 1_048_576 // 128 * 4
-    assert schema.bytes_per_request == schema.slot_bytes + schema.block_table_row_bytes
-    assert schema.bytes_per_request <= 15_800_000
+    assert schema.bytes.slot == 44 * 128 * 584 + 21 * csa_tail + 20 * hca_tail
+    assert schema.bytes.block_table_row == 1_048_576 // 128 * 4
+    assert schema.bytes.per_request == schema.bytes.slot + schema.bytes.block_table_row
+    assert schema.bytes.per_request <= 15_800_000
 
 
 def test_draft_layers_cost_one_ring_each_and_no_block_bytes() -> None:
     one, three = CacheSchema.build(FLASH), CacheSchema.build(PRESETS["v4-flash-0731"])
-    assert three.block_bytes == one.block_bytes
-    assert three.slot_bytes - one.slot_bytes == 2 * 128 * 584
+    assert three.bytes.block == one.bytes.block
+    assert three.bytes.slot - one.bytes.slot == 2 * 128 * 584
     for schema, drafts in ((one, 1), (three, 3)):
-        rings = [page for page in schema.pages if schema.model.layers[page.layer].draft]
+        rings = [page for page in schema.layout.pages if schema.model.layers[page.layer].draft]
         assert [(page.kind, page.rows, page.payload_bytes) for page in rings] == [
             ("window", 128, 74_752)
         ] * drafts
@@ -171,14 +171,14 @@ def test_pages_follow_flashmla(block_tokens: int, align_bytes: int) -> None:
     schema = CacheSchema.build(FLASH, block_tokens=block_tokens, align_bytes=align_bytes)
     for kind, prefix, scale in (("entries", "entries", "inv_scale"), ("window", "swa", "swa_inv")):
         for layer in range(len(schema.layers)):
-            page = schema.page(kind, layer)
+            page = schema.layout.page(kind, layer)
             if page is None:
                 assert kind == "entries"
                 assert schema.layers[layer].spec.ratio == 0
                 continue
-            nope = schema.plane(f"{prefix}_fp8", layer)
-            rope = schema.plane(f"{prefix}_rope", layer)
-            scales = schema.plane(scale, layer)
+            nope = schema.layout.plane(f"{prefix}_fp8", layer)
+            rope = schema.layout.plane(f"{prefix}_rope", layer)
+            scales = schema.layout.plane(scale, layer)
             assert nope is not None
             assert rope is not None
             assert scales is not None
@@ -196,8 +196,8 @@ def row_start(plane: Plane, row: int) -> int:
 
 def test_index_pages_follow_deepgemm() -> None:
     schema = CacheSchema.build(FLASH)
-    page, keys = schema.page("index_keys", 2), schema.plane("indexer_keys_fp4", 2)
-    scales = schema.plane("indexer_scale", 2)
+    page, keys = schema.layout.page("index_keys", 2), schema.layout.plane("indexer_keys_fp4", 2)
+    scales = schema.layout.plane("indexer_scale", 2)
     assert page is not None
     assert keys is not None
     assert scales is not None
@@ -214,15 +214,16 @@ def test_with_576_alignment_pages_have_the_strides_of_sm100(
 ) -> None:
     schema = CacheSchema.build(FLASH, block_tokens=block_tokens, align_bytes=576)
     pages = sorted(
-        (page for page in schema.pages if page.kind != "window"), key=lambda page: page.offset_bytes
+        (page for page in schema.layout.pages if page.kind != "window"),
+        key=lambda page: page.offset_bytes,
     )
-    ends = [page.offset_bytes for page in pages[1:]] + [schema.block_bytes]
+    ends = [page.offset_bytes for page in pages[1:]] + [schema.bytes.block]
     for page, end in zip(pages, ends, strict=True):
         if page.kind == "entries":
             csa = schema.model.layers[page.layer].attention is AttentionType.CSA
             assert end - page.offset_bytes == (csa_stride if csa else hca_stride)
     # the next plane after layer 0's ring of 128 rows is layer 1's
-    rings = [schema.page("window", layer) for layer in (0, 1)]
+    rings = [schema.layout.page("window", layer) for layer in (0, 1)]
     assert [ring.offset_bytes for ring in rings if ring] == [0, 74_880]
     check_layout(schema)
 
@@ -236,7 +237,7 @@ def test_planes_of_the_presets_are_disjoint(model: str) -> None:
 
 
 def test_planes_lie_in_the_order_of_their_offsets() -> None:
-    planes = CacheSchema.build(FLASH).planes
+    planes = CacheSchema.build(FLASH).layout.planes
     for arena in ("block", "slot"):
         offsets = [plane.offset_bytes for plane in planes if plane.arena == arena]
         assert offsets == sorted(offsets)
@@ -245,7 +246,7 @@ def test_planes_lie_in_the_order_of_their_offsets() -> None:
 def test_the_names_of_the_inventory_are_there() -> None:
     schema = CacheSchema.build(FLASH)
     of_layer = {
-        kind: {plane.name for plane in schema.planes if plane.layer == layer}
+        kind: {plane.name for plane in schema.layout.planes if plane.layer == layer}
         for kind, layer in (("swa", 0), ("csa", 2), ("hca", 3))
     }
     swa = {"swa_fp8", "swa_rope", "swa_inv"}
@@ -262,7 +263,7 @@ def test_byte_map_lists_every_plane_of_the_arena() -> None:
     schema = CacheSchema.build(TINY)
     for arena in ("block", "slot"):
         lines = byte_map(schema, arena).splitlines()
-        planes = [plane for plane in schema.planes if plane.arena == arena]
+        planes = [plane for plane in schema.layout.planes if plane.arena == arena]
         assert len(lines) == 1 + len(planes)
         for line, plane in zip(lines[1:], planes, strict=True):
             assert line.split()[0] == f"{plane.offset_bytes:,}"
@@ -407,8 +408,8 @@ def test_alignment_after_the_last_page_has_its_own_fingerprint() -> None:
     one_layer = replace(FLASH, layers=v4_layers([128], backbone=1))
     a = CacheSchema.build(one_layer, align_bytes=16)
     b = CacheSchema.build(one_layer, align_bytes=32)
-    assert a.planes == b.planes
-    assert a.block_bytes != b.block_bytes
+    assert a.layout.planes == b.layout.planes
+    assert a.bytes.block != b.bytes.block
     assert a.fingerprint != b.fingerprint
 
 
@@ -445,7 +446,7 @@ def test_which_compressor_a_layout_is_of_does_not_follow_from_its_arithmetic() -
     for hadamard in (True, False):
         layer = replace(v4_layers([4], backbone=1)[0], index_hadamard=hadamard)
         schema = CacheSchema.build(replace(TINY, layers=(layer,)))
-        main, index = schema.compressor(0, "main"), schema.compressor(0, "index")
+        main, index = schema.layout.compressor(0, "main"), schema.layout.compressor(0, "index")
         assert main is not None
         assert index is not None
         assert (main.kind, main.hadamard) == ("main", False)
@@ -510,32 +511,34 @@ def test_v41_costs_890_bytes_a_token(block_tokens: int) -> None:
 
 def test_v41_shared_layers_have_no_planes_in_the_block_and_read_their_owners() -> None:
     schema = v41_schema()
-    in_block = {plane.layer for plane in schema.planes if plane.arena == "block"}
+    in_block = {plane.layer for plane in schema.layout.planes if plane.arena == "block"}
     assert in_block == {2, 8, 14, 20}
     for layer in range(40):
         for kind in ("entries", "index_keys"):
-            page = schema.page(kind, layer)
+            page = schema.layout.page(kind, layer)
             if layer < 2:
                 assert page is None
                 continue
             assert page is not None
             assert page.layer == v41_owner(layer)
             assert page.rows == (64 if layer < 20 else 128)
-        window = schema.page("window", layer)
+        window = schema.layout.page("window", layer)
         assert window is not None
         assert window.layer == layer
 
 
 def test_v41_slots_hold_the_rings_and_a_pair_state_of_the_ratio_2_owners() -> None:
     schema = v41_schema()
-    tails = {plane.layer for plane in schema.planes if plane.kind == "tail"}
+    tails = {plane.layer for plane in schema.layout.planes if plane.kind == "tail"}
     assert tails == {2, 8, 14}  # ratio 1 closes at once, shared layers compress nothing
-    assert not any(plane.kind == "index_tail" for plane in schema.planes)  # keys come from latents
+    assert not any(
+        plane.kind == "index_tail" for plane in schema.layout.planes
+    )  # keys come from latents
     rings, pairs = 43 * 128 * 528, 3 * 2 * 512 * 4  # of a pair, the token that waits
-    assert schema.slot_bytes == rings + pairs == 2_918_400
+    assert schema.bytes.slot == rings + pairs == 2_918_400
     undrafted = CacheSchema.build(replace(V41, layers=V41.layers[:40]))
-    assert undrafted.slot_bytes == 2_715_648
-    assert (schema.block_bytes, schema.bytes_per_token) == (113_920, 890)
+    assert undrafted.bytes.slot == 2_715_648
+    assert (schema.bytes.block, schema.bytes.per_token) == (113_920, 890)
 
 
 @pytest.mark.parametrize("drafts", range(9))
@@ -562,24 +565,24 @@ def test_v41_pages_are_as_flash_mla_wants_them(options: dict[str, int]) -> None:
     """All data rows, then all scale rows; from page to page a multiple of the data row."""
     schema = v41_schema(**options, align_bytes=512)
     for kind, arena, row, scale in (
-        ("entries", schema.block_bytes, 256, 32),
-        ("window", schema.slot_bytes, 512, 16),
+        ("entries", schema.bytes.block, 256, 32),
+        ("window", schema.bytes.slot, 512, 16),
     ):
-        page = schema.page(kind, 20)
+        page = schema.layout.page(kind, 20)
         assert page is not None
         assert (page.format.data_row_bytes, page.format.scale_row_bytes) == (row, scale)
         assert page.scale_offset_bytes == page.offset_bytes + page.rows * row
         assert arena % row == page.offset_bytes % row == 0
     if options.get("max_draft_tokens") is None:  # the default alignment does, too
         default = v41_schema(**options)
-        assert (default.block_bytes % 256, default.slot_bytes % 512) == (0, 0)
+        assert (default.bytes.block % 256, default.bytes.slot % 512) == (0, 0)
 
 
 def test_a_shared_layer_has_no_tail_even_where_groups_overlap() -> None:
     csa = v4_layers([4], backbone=1)[0]
     shared = replace(csa, layer=1)  # reads layer 0
     schema = CacheSchema.build(replace(TINY, layers=(csa, shared)))
-    assert {plane.layer for plane in schema.planes if plane.kind != "window"} == {0}
+    assert {plane.layer for plane in schema.layout.planes if plane.kind != "window"} == {0}
     check_layout(schema)
 
 
@@ -639,7 +642,7 @@ def schemas(draw: st.DrawFn) -> CacheSchema:
 def test_planes_of_any_schema_are_disjoint(schema: CacheSchema) -> None:
     check_layout(schema)
     for spec in schema.model.layers:
-        page = schema.page("entries", spec.layer)
+        page = schema.layout.page("entries", spec.layer)
         assert (page is None) == (spec.ratio == 0)
         if page is not None:
             assert page.layer == spec.owner
@@ -661,11 +664,11 @@ def test_budget_gives_slots_first_and_the_rest_to_blocks() -> None:
     schema = CacheSchema.build(TINY)
     memory = 10_000_000
     budget = compute_block_budget(schema, memory_bytes=memory, max_requests=3)
-    assert budget.slot_arena_bytes == 3 * schema.slot_bytes
-    assert budget.block_table_bytes == 3 * schema.block_table_row_bytes
-    assert budget.block_arena_bytes == budget.num_blocks * schema.block_bytes
+    assert budget.slot_arena_bytes == 3 * schema.bytes.slot
+    assert budget.block_table_bytes == 3 * schema.bytes.block_table_row
+    assert budget.block_arena_bytes == budget.num_blocks * schema.bytes.block
     assert budget.total_bytes + budget.unused_bytes == memory
-    assert 0 <= budget.unused_bytes < schema.block_bytes
+    assert 0 <= budget.unused_bytes < schema.bytes.block
 
 
 def test_budget_minimum_is_the_least_that_works() -> None:
@@ -673,7 +676,7 @@ def test_budget_minimum_is_the_least_that_works() -> None:
     with pytest.raises(PoolTooSmall) as caught:
         compute_block_budget(schema, memory_bytes=0, max_requests=2, context=1000)
     minimum = caught.value.minimum_bytes
-    assert minimum == 2 * schema.bytes_per_request + 8 * schema.block_bytes
+    assert minimum == 2 * schema.bytes.per_request + 8 * schema.bytes.block
     assert f"{minimum:,}" in str(caught.value)
     found = compute_block_budget(schema, memory_bytes=minimum, max_requests=2, context=1000)
     assert (found.num_blocks, found.unused_bytes) == (8, 0)
@@ -699,13 +702,13 @@ def test_the_numbers_of_the_layout_page_are_the_schema_s() -> None:
     large = [CacheSchema.build(FLASH, block_tokens=tokens) for tokens in (256, 512)]
     online = CacheSchema.build(FLASH, hca_state="online")
     numbers = [
-        *(online.slot_bytes, online.bytes_per_request, bytes_by_kind(online)["slot"]["hca tail"]),
-        *(schema.block_bytes, schema.slot_bytes, schema.bytes_per_request, schema.bytes_per_token),
-        *(schema.block_table_row_bytes, sm100.block_bytes, sm100.bytes_per_token),
-        *(size.block_bytes for size in large),
-        *(size.bytes_per_token for size in large),
+        *(online.bytes.slot, online.bytes.per_request, bytes_by_kind(online)["slot"]["hca tail"]),
+        *(schema.bytes.block, schema.bytes.slot, schema.bytes.per_request, schema.bytes.per_token),
+        *(schema.bytes.block_table_row, sm100.bytes.block, sm100.bytes.per_token),
+        *(size.bytes.block for size in large),
+        *(size.bytes.per_token for size in large),
         *(amount for kinds in bytes_by_kind(schema).values() for amount in kinds.values()),
-        *(plane.offset_bytes for plane in schema.planes if plane.layer in (2, 3)),
+        *(plane.offset_bytes for plane in schema.layout.planes if plane.layer in (2, 3)),
     ]
     missing = [number for number in numbers if f"{number:,}".removesuffix(".0") not in text]
     assert not missing
@@ -714,4 +717,4 @@ def test_the_numbers_of_the_layout_page_are_the_schema_s() -> None:
 def test_an_unknown_compressor_is_refused():
     schema = CacheSchema.build(ModelSpec.preset("tiny"))
     with pytest.raises(InvalidInput, match="ask for 'main' or 'index'"):
-        schema.compressor(1, "tail")  # type: ignore[arg-type]
+        schema.layout.compressor(1, "tail")  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def test_a_replay_fills_the_last_group(window: int):
     text = Text.random(stack, 0, 600)
     first = stack.manager.admit_request(text.ids[:300])
     run_to(stack, first, text, 300)
-    stack.manager.slot_arena.bytes.fill_(0xFF)
+    stack.manager.memory.slot_arena.bytes.fill_(0xFF)
     second = stack.manager.admit_request(text.ids[:300])
     assert second.resume.source == "replay"
     run_to(stack, second, text, 300, chunk=2)

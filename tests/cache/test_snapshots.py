@@ -51,7 +51,7 @@ def live_rows(
 ) -> dict[str, torch.Tensor]:
     """Every row of a slot that a step from `boundary` on may read, plane by plane."""
     found = {}
-    for plane in schema.planes:
+    for plane in schema.layout.planes:
         if plane.arena != "slot":
             continue
         spec = schema.model.layers[plane.layer]
@@ -102,7 +102,7 @@ def test_other_bytes_of_the_slot_stay():
     pool.bytes.fill_(0xBB)
     pool.restore(arena.bytes[0], 0, 256)
     assert int((arena.bytes == 0xBB).sum()) == pool.layout.payload_bytes
-    assert int((arena.bytes == 0xAA).sum()) == schema.slot_bytes - pool.layout.payload_bytes
+    assert int((arena.bytes == 0xAA).sum()) == schema.bytes.slot - pool.layout.payload_bytes
 
 
 @pytest.mark.parametrize(

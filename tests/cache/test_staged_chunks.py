@@ -55,7 +55,7 @@ class Calls:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.found = list[tuple[int, str]]()
-        self._stage = manager.backend.stage
+        self._stage = manager._parts.backend.stage
 
     def __call__(self, call: Staging) -> None:
         self.found.append((call.entries.page.layer, call.which))
@@ -74,7 +74,7 @@ def made(
     )
     schema = of_host if apart else together
     if apart:
-        options["host_memory"] = 24 * schema.entries_bytes
+        options["host_memory"] = 24 * schema.bytes.entries
     manager = KVCacheManager(
         schema, num_blocks=24, max_requests=requests, max_step_tokens=256, **options
     )
@@ -98,7 +98,7 @@ def live(manager: KVCacheManager, model: AttendingModel, seed: int = 0) -> Reque
 
 def leave(manager: KVCacheManager) -> int:
     """All blocks that may leave the device do; returns how many are in host memory only."""
-    residency = manager._residency
+    residency = manager._parts.residency
     assert residency is not None
     residency.copies.pump()
     for block_id in [b for b in residency.places.with_rows() if residency.places.in_host[b]]:
@@ -114,7 +114,7 @@ def one_chunk(
     manager: KVCacheManager, model: AttendingModel, requests: list[Request]
 ) -> torch.Tensor:
     count = CHUNK // len(requests)
-    if manager._residency is not None:
+    if manager._parts.residency is not None:
         chunks_of(manager).rows.fill_(POISON)
     return model.step(manager, [(r, IDS[r.length :][:count]) for r in requests])
 
@@ -132,7 +132,7 @@ def test_a_layers_entries_come_up_while_the_one_before_is_read(name: str, late: 
     assert leave(manager) > 3
     if late:
         chunks_of(manager).side = Late()
-    manager.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
+    manager._parts.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
     assert torch.equal(one_chunk(manager, model, requests), expected)
     owners = {page.layer for page in manager.memory.entries.layout.pages}  # type: ignore[union-attr]
     from_host = [layer for layer, which in calls.found if which != "device"]
@@ -156,10 +156,10 @@ def test_what_broke_off_is_waited_for_before_its_memory_is_used_again():
             raise RuntimeError("stop")
         attend(call)
 
-    attend, manager.backend.attend = manager.backend.attend, stop  # type: ignore[method-assign]
+    attend, manager._parts.backend.attend = manager._parts.backend.attend, stop  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="stop"):
         model.run(manager, plan.batch, IDS[LENGTH:])
-    manager.backend.attend = attend  # type: ignore[method-assign]
+    manager._parts.backend.attend = attend  # type: ignore[method-assign]
     assert late.put_off
     manager.fail(plan)
     assert not late.put_off
@@ -176,15 +176,15 @@ def test_entries_that_layers_share_make_room_for_the_next_early(count: int):
     manager, model = made(model_of("v41-tiny"), apart=True, requests=count)
     requests = [live(manager, model, seed) for seed in range(count)]
     leave(manager)
-    manager.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
-    attend, before = manager.backend.attend, list[tuple[int, str]]()
+    manager._parts.backend.stage = calls = Calls(manager)  # type: ignore[method-assign, assignment]
+    attend, before = manager._parts.backend.attend, list[tuple[int, str]]()
 
     def first_read(call: Attention) -> None:
         if calls.found and not before:
             before.extend(calls.found)
         attend(call)
 
-    manager.backend.attend = first_read  # type: ignore[method-assign]
+    manager._parts.backend.attend = first_read  # type: ignore[method-assign]
     one_chunk(manager, model, requests)
     first, other = (page.layer for page in manager.memory.entries.layout.pages)  # type: ignore[union-attr]
     assert before == [(first, "all"), (other if count == 1 else first, "host")]
@@ -192,7 +192,7 @@ def test_entries_that_layers_share_make_room_for_the_next_early(count: int):
 
 def test_host_memory_stays_pinned_as_long_as_a_handle_may_read_it():
     manager, _ = made(model_of("tiny"), apart=True)
-    pool = weakref.ref(manager._residency._pool)  # type: ignore[union-attr]
+    pool = weakref.ref(manager._parts.residency._pool)  # type: ignore[union-attr]
     handle = manager.acquire(1)
     del manager
     gc.collect()

@@ -31,9 +31,9 @@ def test_the_end_of_the_block_commits_with_the_ids() -> None:
     request = cache.admit_request(prompt)
     with cache.step([(request, 200)], ids=prompt) as plan:
         model.logits(prompt, cache, plan)
-        assert cache.open_plan is plan
+        assert cache.room.open_plans == [plan]
         assert request.length == 0
-    assert (cache.open_plan, request.length) == (None, 200)
+    assert (cache.room.open_plans, request.length) == ([], 200)
     answer = list(range(20)) * 3
     for at in range(0, 60, 4):
         with cache.step([(request, 4)], ids=answer[at : at + 4]) as plan:
@@ -85,7 +85,7 @@ def test_after_an_exception_the_step_has_failed(error: type[BaseException]) -> N
 
     with pytest.raises(error):
         broken_step()
-    assert (cache.open_plan, request.length) == (None, 0)
+    assert (cache.room.open_plans, request.length) == ([], 0)
     assert not request.is_torn
     with cache.step([(request, 3)]) as plan:
         model.logits([1, 2, 3], cache, plan)
@@ -97,7 +97,7 @@ def test_a_step_that_a_layer_lacks_fails_at_the_end() -> None:
     request = cache.admit_request(3)
     with pytest.raises(PlanError, match="layers"), cache.step([(request, 3)]):
         pass
-    assert (cache.open_plan, request.length) == (None, 0)
+    assert (cache.room.open_plans, request.length) == ([], 0)
 
 
 def test_after_an_interrupt_anywhere_in_it_the_next_step_runs() -> None:
@@ -119,11 +119,11 @@ def test_after_an_interrupt_anywhere_in_it_the_next_step_runs() -> None:
             is_over = True
         except KeyboardInterrupt:
             interrupted += 1
-        if cache.guard.is_shut:
+        if cache._parts.guard.is_shut:
             cache.recover()
-        if cache.open_plan is not None:
+        if cache.room.open_plans:
             open_after += 1
-            cache.fail(cache.open_plan)
+            cache.fail(cache.room.open_plans[0])
         assert not request.is_torn
         if not request.length:
             step(request, [1, 2, 3])

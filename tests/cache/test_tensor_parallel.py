@@ -33,7 +33,7 @@ def test_ranks_attend_with_their_heads_over_the_same_bytes(layer: int, ranks: in
         stack.write(plan, [stream])
         handle = stack.manager.acquire(layer, plan.batch)
         out, lse = handle.attend(q[:, heads].contiguous(), sink[heads].contiguous(), indices)
-        return out, lse, stack.manager.slot_arena.bytes
+        return out, lse, stack.manager.memory.slot_arena.bytes
 
     out, lse, slots = attended(slice(None))
     share = TINY.heads // ranks

@@ -90,8 +90,8 @@ def test_a_thread_that_stops_anywhere_in_the_guard_is_inside_or_not(second: str)
     manager = build(prefix=PrefixOptions())
     request = manager.admit_request(np.arange(200))
     calls: dict[str, Callable[[], object]] = {
-        "extend": lambda: manager.extend(request, 0),
-        "can_admit": lambda: manager.can_admit(1),
+        "extend": lambda: manager.room.extend(request, 0),
+        "can_admit": lambda: manager.room.can_admit(1),
         "acquire": lambda: manager.acquire(0),
         "recover": manager.recover,
     }
@@ -121,7 +121,7 @@ def test_a_thread_that_stops_anywhere_in_recover_is_inside_or_not(second: str):
         with pytest.raises(KeyboardInterrupt), Interrupts(25).injected():
             manager.fork(request, 1)
         first = Stopped(manager.recover, at)
-        extend = partial(manager.extend, request, 0)
+        extend = partial(manager.room.extend, request, 0)
         error = outcome({"extend": extend, "recover": manager.recover}[second])
         # before the first one is inside an interrupted call is what there is
         assert error in (None, ThreadError, RecoveryNeeded), at
@@ -161,7 +161,7 @@ def test_of_many_threads_one_recovers_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
             def recover(gone: threading.Barrier = gone) -> None:
                 gone.wait(PATIENT_S)
-                for call in (manager.recover, lambda: manager.extend(request, 0)) * 3:
+                for call in (manager.recover, lambda: manager.room.extend(request, 0)) * 3:
                     error = outcome(call)
                     if error not in (None, ThreadError, RecoveryNeeded):
                         errors.append(error)
@@ -188,7 +188,7 @@ def test_an_interrupted_call_of_a_thread_that_is_gone_is_recovered_from():
 
     thread = Stopped(interrupted, -1)
     assert isinstance(thread.finish(), KeyboardInterrupt)
-    assert outcome(lambda: manager.extend(request, 0)) is RecoveryNeeded
+    assert outcome(lambda: manager.room.extend(request, 0)) is RecoveryNeeded
     manager.recover()
     manager.check_invariants()
     assert manager.requests == (request,)
@@ -201,7 +201,7 @@ def test_a_call_from_the_middle_of_another_one_is_told_so(monkeypatch: pytest.Mo
     send = manager.memory.buffers.send
 
     def collecting(*given: Any) -> None:
-        for call in (lambda: manager.extend(request, 0), manager.recover):
+        for call in (lambda: manager.room.extend(request, 0), manager.recover):
             with pytest.raises(ThreadError, match="from the middle of prepare_forward") as caught:
                 call()
             found.append(caught)
@@ -237,7 +237,7 @@ def test_nobody_recovers_while_a_handle_is_used(monkeypatch: pytest.MonkeyPatch)
     request = manager.admit_request(8)
     plan = manager.prepare_forward([(request, 8)])
     found: list[type[BaseException] | None] = []
-    append = manager.backend.append
+    append = manager._parts.backend.append
 
     def slow(*given: Any) -> None:
         recovering = threading.Thread(target=lambda: found.append(outcome(manager.recover)))
@@ -245,7 +245,7 @@ def test_nobody_recovers_while_a_handle_is_used(monkeypatch: pytest.MonkeyPatch)
         recovering.join()
         append(*given)
 
-    monkeypatch.setattr(manager.backend, "append", slow, raising=False)
+    monkeypatch.setattr(manager._parts.backend, "append", slow, raising=False)
     stack.write(plan, [text.stream])
     assert set(found) == {ThreadError}
     assert len(found) == len(stack.layers)
@@ -304,10 +304,10 @@ def test_to_release_later_never_gets_in_the_way():
     at = 0
     while True:
         request = manager.admit_request(100)
-        first = Stopped(partial(manager.release_later, request), at)
+        first = Stopped(partial(manager.room.release_later, request), at)
         assert outcome(lambda: manager.release_request(manager.admit_request(10))) is None, at
         assert first.finish() is None
-        assert manager.can_admit(16 * 128)  # what was to go has gone
+        assert manager.room.can_admit(16 * 128)  # what was to go has gone
         assert manager.stats().slots_free == 4
         if not first.stopped:
             break
@@ -326,9 +326,9 @@ def test_what_is_released_later_counts_as_released():
     forks = manager.fork(request, 2)
     for leaving in ([request], forks[:1], forks[1:]):
         for each in leaving:
-            manager.release_later(each)
+            manager.room.release_later(each)
         before, requests = manager.stats(), manager.requests
-        assert manager.can_admit(1)
+        assert manager.room.can_admit(1)
         after = manager.stats()
         assert all(each.released for each in leaving)
         assert after == before
@@ -336,12 +336,12 @@ def test_what_is_released_later_counts_as_released():
         manager.check_invariants()
     assert (manager.requests, manager.stats().blocks_cached) == ((), 2)
     waiting = manager.admit_request(14 * 128)
-    assert not manager.can_admit(3 * 128)
-    manager.release_later(waiting)
-    assert manager.can_admit(16 * 128)
+    assert not manager.room.can_admit(3 * 128)
+    manager.room.release_later(waiting)
+    assert manager.room.can_admit(16 * 128)
     busy = manager.admit_request(100)
     plan = manager.prepare_forward([(busy, 1)])
-    manager.release_later(busy)
+    manager.room.release_later(busy)
     assert manager.requests == (busy,)  # until its plan is over
     manager.abandon(plan)
     assert manager.requests == ()
@@ -360,7 +360,7 @@ def test_no_handle_is_used_while_its_plan_ends(end: str):
     handle = manager.acquire(0, plan.batch)
     kv, projections = stack.inputs(plan, [text.stream], 0)
     found: list[type[BaseException] | None] = []
-    close = manager._steps._close
+    close = manager._parts.steps._close
 
     def slow(ending: Any) -> None:
         """As if the other thread came here, where the plan has been looked at and is not over."""
@@ -374,7 +374,7 @@ def test_no_handle_is_used_while_its_plan_ends(end: str):
         other.start()
         other.join(PATIENT_S)
 
-    manager._steps._close = slow  # type: ignore[method-assign]
+    manager._parts.steps._close = slow  # type: ignore[method-assign]
     getattr(manager, end)(plan)
     assert found == [ThreadError, ThreadError]
     assert outcome(partial(handle.append, kv, *projections, weights=stack.weights[0])) is PlanError

@@ -102,17 +102,17 @@ def test_wherever_ids_enter_what_is_none_is_refused(name: str):
     plan = manager.prepare_forward([(request, 2)])
     plan.mark_appended()
     calls = (
-        manager.prompt,
+        manager.prefix.prompt,
         manager.admit_request,
-        manager.look_up,
-        manager.needed_blocks,
-        manager.pin,
+        manager.prefix.look_up,
+        manager.room.needed_blocks,
+        manager.prefix.pin,
         lambda ids: manager.commit(plan, ids=ids),
     )
     for call in calls:
         with pytest.raises(InvalidInput, match=words):
             call(given)
-    assert manager.can_admit(given) is False
+    assert manager.room.can_admit(given) is False
     manager.commit(plan)
     for supply in (manager.supply_ids, manager.continue_request):
         with pytest.raises(InvalidInput, match=words):
@@ -126,7 +126,7 @@ def test_prompts_that_differ_share_no_digest():
     ids = np.arange(256) % 100
 
     def digests(given: Any) -> list[bytes]:
-        trail = manager.prompt(given).trail
+        trail = manager.prefix.prompt(given).trail
         assert trail is not None
         return trail.chain
 
@@ -136,7 +136,7 @@ def test_prompts_that_differ_share_no_digest():
     assert digests(ids + (1 << 24))[0] != digests(np.zeros(256, dtype=int))[0]
     assert digests((ids + (1 << 24)).astype(">i4")) == digests(ids + (1 << 24))
     with pytest.raises(InvalidInput):
-        manager.prompt((ids - 1).astype(np.int8))
+        manager.prefix.prompt((ids - 1).astype(np.int8))
 
 
 def test_nothing_is_no_prompt():

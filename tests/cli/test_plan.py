@@ -13,7 +13,7 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 import dsv4
-from dsv4.cache.manager import KVCacheManager
+from dsv4.cache import build
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import CacheSchema, byte_map
@@ -69,7 +69,7 @@ def test_with_step_tokens_all_is_counted_that_a_manager_allocates() -> None:
     asked = ("tiny", "--memory", "16MiB", "--context", "1k")
     found, alone = run_json(*asked, *options), run_json(*asked)
     schema = CacheSchema.build(PRESETS["tiny"])
-    other = KVCacheManager.other_bytes(
+    other = build.other_bytes(
         schema,
         max_requests=found["requests"],
         max_step_tokens=64,
@@ -95,7 +95,7 @@ def test_a_batch_invariant_manager_is_asked_for_its_own_bytes(
         asked.append(batch_invariant)
         return 1 << 20
 
-    monkeypatch.setattr(KVCacheManager, "other_bytes", other_bytes)
+    monkeypatch.setattr(build, "other_bytes", other_bytes)
     question = ("tiny", "--memory", "16MiB", "--context", "1k", "--step-tokens", "64")
     for options in ((), ("--batch-invariant",)):
         asked.clear()
@@ -108,7 +108,7 @@ def test_a_link_carries_so_many_tokens() -> None:
     (request,) = found["handoffs"]
     layout = StateLayout(FLASH)
     assert found["state_bytes"] == 256 + layout.payload_bytes
-    assert request["handoff_bytes"] == 1024 * FLASH.block_bytes + found["state_bytes"]
+    assert request["handoff_bytes"] == 1024 * FLASH.bytes.block + found["state_bytes"]
     assert request["seconds"] == request["handoff_bytes"] / 50e9
     assert found["tokens_per_second"] == 50e9 / 3518
     assert found["prefill_per_decode"] is None
@@ -211,7 +211,7 @@ def test_every_option_reaches_the_schema() -> None:
     assert found["fingerprint"] == schema.fingerprint
     assert found["max_draft_tokens"] == 4
     assert found["hca_state"] == "online"
-    assert found["slot_bytes"] == schema.slot_bytes
+    assert found["slot_bytes"] == schema.bytes.slot
     assert found["formats"]["pages"] == "planes"
 
 

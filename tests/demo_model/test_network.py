@@ -31,8 +31,8 @@ def manager(entries: str = "fp32", keys: str = "fp32", requests: int = 4) -> KVC
         NETWORK.spec, max_context=640, entry_format=entries, index_format=keys
     )
     made = KVCacheManager(schema, num_blocks=5 * requests + 4, max_requests=requests)
-    made.block_arena.bytes.fill_(0xFF)
-    made.slot_arena.bytes.fill_(0xFF)
+    made.memory.block_arena.bytes.fill_(0xFF)
+    made.memory.slot_arena.bytes.fill_(0xFF)
     return made
 
 

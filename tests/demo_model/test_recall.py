@@ -45,7 +45,7 @@ class Reader:
         self.manager = KVCacheManager(
             schema, num_blocks=schema.blocks_for(TOKENS), max_requests=1, max_step_tokens=CHUNK
         )
-        self.manager.block_arena.bytes.fill_(0xFF)
+        self.manager.memory.block_arena.bytes.fill_(0xFF)
         self.asked, self._model = asked, CachedModel(NETWORK, self.manager)
         self.request = self.manager.admit_request(TOKENS)
         self._body = TOKENS - 3 * QUESTIONS
@@ -67,13 +67,13 @@ class Reader:
 
     def damage(self, kind: PageKind, entries: list[int]) -> None:
         """Turns one bit of each byte that the CSA layer has stored for these entries."""
-        page = self.manager.schema.page(kind, CSA)
+        page = self.manager.schema.layout.page(kind, CSA)
         assert page is not None
         size = page.format.data_row_bytes
         for entry in entries:
-            row = self.manager.block_id(self.request, entry // page.rows)
+            row = self.manager.room.block_id(self.request, entry // page.rows)
             first = page.offset_bytes + entry % page.rows * size
-            self.manager.block_arena.bytes[row, first : first + size] ^= 0x80
+            self.manager.memory.block_arena.bytes[row, first : first + size] ^= 0x80
 
 
 def entries_of(asked: Recall) -> list[int]:

@@ -66,7 +66,7 @@ class Lives:
         for _ in range(count):
             self.run(self.prompt())
             if self.draw.random() < 0.2:
-                self.manager.evict(self.draw.randrange(1, 6))
+                self.manager.prefix.evict(self.draw.randrange(1, 6))
         if self.manager.tiers:
             assert self.manager.tiers.drain(TIMEOUT_S)
 
@@ -76,9 +76,9 @@ class Lives:
 
 def cached(manager: KVCacheManager, asked: Asked, *, tiers: Sequence[Any] = ()) -> list[int]:
     """How many blocks of a prompt there are: on the device, then on in each of the tiers."""
-    prefix = manager.prefix
+    prefix = manager._parts.prefix
     assert prefix
-    trail = manager.prompt(*asked).trail
+    trail = manager.prefix.prompt(*asked).trail
     assert trail is not None
     count = prefix.index.count(trail.chain)
     found = [count]

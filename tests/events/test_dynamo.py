@@ -120,7 +120,7 @@ def test_dynamos_indexer_knows_what_is_cached(
     buffer_batches: int, tmp_path: Path, indexer: Indexer
 ) -> None:
     """After lives with evictions and tiers, of which it misses messages; and after a restart."""
-    room = 12 * SCHEMA.block_bytes
+    room = 12 * SCHEMA.bytes.block
     endpoint = replay = ANY
     first = True
     for seed in (1, 2):

@@ -151,7 +151,7 @@ def test_a_consumer_knows_what_is_cached_after_any_life(
         lives.some(10)
         found = assert_knows(reader.catch_up(publisher), manager, lives.questions(100))
         assert max(found) >= 3
-    manager.evict()
+    manager.prefix.evict()
     known = reader.catch_up(publisher)
     assert known.media == {"GPU": set()}
     assert publisher.stats().blocks == 0
@@ -162,7 +162,7 @@ def test_a_consumer_knows_what_is_cached_after_any_life(
 def test_tiers_are_media_of_their_own(
     which: str, tmp_path: Path, publish: Any, subscribe: Any, ends: list[Any]
 ) -> None:
-    room = 12 * SCHEMA.block_bytes
+    room = 12 * SCHEMA.bytes.block
     tiers: list[Any] = []
     if "host" in which:
         tiers.append(HostTier(room, limits=PATIENT))
@@ -178,7 +178,7 @@ def test_tiers_are_media_of_their_own(
         lives.some(8)
         found = assert_knows(reader.catch_up(publisher), manager, lives.questions(60), *tiers)
         reached = max(reached, *found)
-        manager.evict()
+        manager.prefix.evict()
         known = reader.catch_up(publisher)
         assert not known.media["GPU"]
         assert_knows(known, manager, lives.questions(60), *tiers)
@@ -193,7 +193,7 @@ def test_entries_that_left_the_device_are_in_host_memory_too(
 ) -> None:
     """A hit needs no copy: the block stays on GPU, and is on CPU at once if a tier has it too."""
     apart = replace(SCHEMA, entries_apart=True)
-    tier = HostTier(5 * (apart.block_bytes + 8192), limits=PATIENT)
+    tier = HostTier(5 * (apart.bytes.block + 8192), limits=PATIENT)
     ends.append(lambda: tier.close(TIMEOUT_S))
     manager = KVCacheManager(
         apart,
@@ -201,11 +201,11 @@ def test_entries_that_left_the_device_are_in_host_memory_too(
         max_requests=4,
         max_step_tokens=512,
         backend="reference",
-        host_memory=24 * apart.entries_bytes,
+        host_memory=24 * apart.bytes.entries,
         tiers=[tier] if with_tier else [],
         prefix=PrefixOptions(policy=zero(), model_id="tiny 1"),
     )
-    residency = manager._residency
+    residency = manager._parts.residency
     assert residency is not None
     publisher = publish(manager)
     reader = subscribe(publisher)
@@ -217,8 +217,8 @@ def test_entries_that_left_the_device_are_in_host_memory_too(
             manager.recover()
         known = reader.catch_up(publisher)
         assert known.trouble == []
-        assert manager.prefix
-        nodes = list(manager.prefix.index.nodes())
+        assert manager._parts.prefix
+        nodes = list(manager._parts.prefix.index.nodes())
         on_host = {node.digest for node in nodes if residency.places.is_away(node.block_id)}
         away += len(on_host)
         keys = [key.digest for key in tier._rows if key.kind is Kind.BLOCK]
@@ -229,7 +229,7 @@ def test_entries_that_left_the_device_are_in_host_memory_too(
         assert late.media == known.media
     assert away > 10
     assert (tiered > 10) == with_tier
-    manager.evict()
+    manager.prefix.evict()
     known = reader.catch_up(publisher)
     assert not known.media["GPU"]
     assert known.media["CPU"] == {
@@ -281,9 +281,9 @@ def test_lost_messages_are_replayed(publish: Any, subscribe: Any) -> None:
         reader.catch_up(publisher)
         lives.some(3)
         while not reader.sub.poll(100):
-            manager.evict(1)
+            manager.prefix.evict(1)
         reader.sub.recv_multipart()  # lost
-        manager.evict(1)
+        manager.prefix.evict(1)
         assert_knows(reader.catch_up(publisher), manager, lives.questions(20))
     assert reader.known.gaps == 6
 
@@ -529,13 +529,13 @@ def test_a_salt_that_is_not_known_here_is_not_taken_for_none(publish: Any, subsc
     manager = make()
     publisher = publish(manager)
     reader = subscribe(publisher)
-    trail = manager.prompt(IDS, "a salt").trail
+    trail = manager.prefix.prompt(IDS, "a salt").trail
     assert trail is not None
-    assert manager.prefix
+    assert manager._parts.prefix
     foreign = TokenTrail(trail.root, BLOCK, trail.ids)
     foreign.hash_blocks(4)
-    manager.prefix.notices.landed(PrefixNode(foreign.digest(0), 0, None), foreign)
-    manager.prefix.notices.landed(PrefixNode(trail.digest(0), 0, None), trail)
+    manager._parts.prefix.notices.landed(PrefixNode(foreign.digest(0), 0, None), foreign)
+    manager._parts.prefix.notices.landed(PrefixNode(trail.digest(0), 0, None), trail)
     known = reader.catch_up(publisher)
     assert [known.blocks(IDS, ["GPU"], salt) for salt in (None, "a salt")] == [0, 1]
 
@@ -551,7 +551,7 @@ def test_blocks_that_were_cached_before_are_announced_when_used(
     assert reader.catch_up(publisher).blocks(IDS, ["GPU"]) == 0
     lives.run((IDS, None))
     assert reader.catch_up(publisher).blocks(IDS, ["GPU"]) == 4
-    manager.evict()
+    manager.prefix.evict()
     known = reader.catch_up(publisher)
     assert known.media == {"GPU": set()}
     assert known.trouble == []
@@ -565,8 +565,8 @@ def test_an_interrupt_leaves_no_block_that_is_not_cached(
     reader = subscribe(publisher)
     lives = Lives(manager, 16)
     lives.run((IDS, None))
-    assert manager.prefix
-    notices = manager.prefix.notices
+    assert manager._parts.prefix
+    notices = manager._parts.prefix.notices
 
     def interrupted(victims: object, cause: object) -> None:
         raise KeyboardInterrupt
@@ -574,7 +574,7 @@ def test_an_interrupt_leaves_no_block_that_is_not_cached(
     with monkeypatch.context() as patch:
         patch.setattr(notices, "evicted", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            manager.evict(2)
+            manager.prefix.evict(2)
     manager.recover()
     known = reader.catch_up(publisher)
     assert cached(manager, (IDS, None)) == [2]
@@ -609,8 +609,8 @@ def test_refusals_say_what_to_give_and_change_nothing(publish: Any) -> None:
     publisher = publish(manager)
     with pytest.raises(InvalidInput, match="in use"):
         EventPublisher(manager, publisher.endpoint)
-    assert manager.prefix
-    assert manager.prefix.notices.observers == [publisher._listener]
+    assert manager._parts.prefix
+    assert manager._parts.prefix.notices.observers == [publisher._listener]
     assert repr(publisher) == (
         f"EventPublisher({publisher.endpoint}, replays at {publisher.replay_endpoint})"
     )

@@ -50,7 +50,7 @@ class Pair:
 
     def assert_equal(self) -> None:
         for name in ("block_arena", "slot_arena"):
-            found, expected = (getattr(s.manager, name).bytes.cpu() for s in self.stacks)
+            found, expected = (getattr(s.manager.memory, name).bytes.cpu() for s in self.stacks)
             wrong = torch.nonzero(found != expected)
             assert not len(wrong), f"{name}: {len(wrong)} bytes differ, first {wrong[:3].tolist()}"
         assert not self.gpu.manager.memory.workspace.arrived.any()
@@ -179,7 +179,7 @@ def changed_rows(before: Tensor, after: Tensor) -> set[int]:
 @pytest.mark.parametrize("state", HCA_STATES)
 def test_a_graph_replayed_at_smaller_sizes_touches_live_rows_only(state: HcaState):
     pair = Pair(schema_of(FLASH, hca_state=state), [SWA, CSA, HCA])
-    arenas = (pair.gpu.manager.block_arena.bytes, pair.gpu.manager.slot_arena.bytes)
+    arenas = (pair.gpu.manager.memory.block_arena.bytes, pair.gpu.manager.memory.slot_arena.bytes)
     captured = Captured(pair.gpu)
     assert all(bool((arena == POISON).all()) for arena in arenas)  # an empty step writes nothing
     pair.step({0: 9, 1: 126, 2: 254, 3: 2})
@@ -226,7 +226,7 @@ def test_replay_and_eager_leave_the_same_bytes():
         for step, (requests, streams) in zip(run, lives, strict=True):
             step(list(zip(requests, streams, counts, strict=True)))
     for name in ("block_arena", "slot_arena"):
-        one, other = (getattr(s.manager, name).bytes for s in (replayed, eager))
+        one, other = (getattr(s.manager.memory, name).bytes for s in (replayed, eager))
         assert torch.equal(one, other)
 
 
@@ -263,18 +263,18 @@ def test_append_and_acquire_allocate_nothing_and_never_wait():
 @pytest.mark.parametrize("limit", [2**31, 2**32])
 def test_the_last_block_and_the_last_slot_of_large_arenas(limit: int):
     schema = schema_of(FLASH)
-    num_blocks = limit // schema.block_bytes + 8
-    slots = limit // schema.slot_bytes + 2
-    needed = num_blocks * schema.block_bytes + slots * schema.slot_bytes
+    num_blocks = limit // schema.bytes.block + 8
+    slots = limit // schema.bytes.slot + 2
+    needed = num_blocks * schema.bytes.block + slots * schema.bytes.slot
     if torch.cuda.mem_get_info()[0] < 2 * needed:
         pytest.skip(f"{needed:,} bytes of arenas do not fit")
     large = Stack(
         schema, layers=[CSA, HCA], device=DEVICE, num_blocks=num_blocks, max_requests=slots
     )
     small = Stack(schema, layers=[CSA, HCA], num_blocks=3, max_requests=REQUESTS)
-    assert large.manager.block_arena.bytes.numel() > limit
-    assert large.manager.slot_arena.bytes.numel() > limit
-    large.manager.table.allocator.take(num_blocks - 3)
+    assert large.manager.memory.block_arena.bytes.numel() > limit
+    assert large.manager.memory.slot_arena.bytes.numel() > limit
+    large.manager._parts.table.allocator.take(num_blocks - 3)
     request = [large.manager.admit_request() for _ in range(slots)][-1]
     twin = small.manager.admit_request()
     for stack, mine in ((large, request), (small, twin)):
@@ -284,17 +284,20 @@ def test_the_last_block_and_the_last_slot_of_large_arenas(limit: int):
             stack.step([(mine, stream, 1)], **PADDING)
     assert sorted(request.block_ids) == [num_blocks - 3, num_blocks - 2, num_blocks - 1]
     assert request.slot == slots - 1
-    assert request.slot * schema.slot_bytes > limit
-    assert min(request.block_ids) * schema.block_bytes > limit
+    assert request.slot * schema.bytes.slot > limit
+    assert min(request.block_ids) * schema.bytes.block > limit
     found = gathered(large, request)
     for mine, expected in zip(found, logical_bytes(small, twin), strict=True):
         assert torch.equal(mine, expected)
-    for arena in (large.manager.block_arena.bytes[:-3], large.manager.slot_arena.bytes[:-1]):
+    for arena in (
+        large.manager.memory.block_arena.bytes[:-3],
+        large.manager.memory.slot_arena.bytes[:-1],
+    ):
         for piece in arena.split(512):
             assert bool((piece == POISON).all())
 
 
 def gathered(stack: Stack, request: Request) -> tuple[Tensor, Tensor]:
     """As logical_bytes, without copying a whole arena to the host."""
-    blocks = [stack.manager.block_arena.bytes[block].cpu() for block in request.block_ids]
-    return torch.stack(blocks), stack.manager.slot_arena.bytes[request.slot].cpu()
+    blocks = [stack.manager.memory.block_arena.bytes[block].cpu() for block in request.block_ids]
+    return torch.stack(blocks), stack.manager.memory.slot_arena.bytes[request.slot].cpu()

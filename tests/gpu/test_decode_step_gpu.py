@@ -44,7 +44,7 @@ class Model:
         )
         generator, numbers = torch.Generator("cuda").manual_seed(3), Numbers(3)
         # bytes that are small finite numbers in every format
-        for arena in (self.manager.block_arena.bytes, self.manager.slot_arena.bytes):
+        for arena in (self.manager.memory.block_arena.bytes, self.manager.memory.slot_arena.bytes):
             arena.random_(56, 64, generator=generator)
         for layer in self.layers:
             for pool in (
@@ -64,7 +64,7 @@ class Model:
 
         self.weights, self.inputs, self.q, self.index, self.out = {}, {}, {}, {}, {}
         for layer in self.layers:
-            layouts = [self.schema.compressor(layer, k) for k in ("main", "index")]
+            layouts = [self.schema.layout.compressor(layer, k) for k in ("main", "index")]
             weights = [
                 la and CompressorWeights(ape=random(la.ratio, la.columns), norm=random(la.width))
                 for la in layouts
@@ -118,7 +118,7 @@ class Model:
         for request, length in zip(requests, lengths, strict=True):
             blocks = self.schema.blocks_for(length)  # as if the tokens had been computed
             ids = torch.tensor(request.block_ids[:blocks], dtype=torch.int32, device="cuda")
-            self.manager.block_table[request.slot, :blocks] = ids
+            self.manager.memory.block_table[request.slot, :blocks] = ids
             set_length(self.manager, request, length)
             request.published_blocks = blocks
         return requests
@@ -168,7 +168,7 @@ def test_ragged_batch_equals_the_reference_and_replay_equals_eager(model: Model)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - allocations <= 32, (
         "only the clones of results() may allocate"
     )
-    arenas = [manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()]
+    arenas = [manager.memory.block_arena.bytes.clone(), manager.memory.slot_arena.bytes.clone()]
 
     model.forget()
     graph.replay()
@@ -177,7 +177,9 @@ def test_ragged_batch_equals_the_reference_and_replay_equals_eager(model: Model)
     for layer in model.layers:
         for a, b in zip(eager[layer], replayed[layer], strict=True):
             assert torch.equal(a, b), layer
-    for arena, before in zip((manager.block_arena, manager.slot_arena), arenas, strict=True):
+    for arena, before in zip(
+        (manager.memory.block_arena, manager.memory.slot_arena), arenas, strict=True
+    ):
         assert torch.equal(arena.bytes, before)
     check_against_reference(model, plan, eager)
     manager.commit(plan, partial=True)  # a layer of each kind

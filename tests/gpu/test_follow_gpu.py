@@ -46,7 +46,7 @@ def stack_on(device: str) -> Stack:
         max_open_plans=LANES,
         device=device,
     )
-    for arena in (stack.manager.block_arena, stack.manager.slot_arena):
+    for arena in (stack.manager.memory.block_arena, stack.manager.memory.slot_arena):
         arena.bytes.fill_(POISON)
     return stack
 
@@ -121,5 +121,5 @@ def test_graphs_replay_behind_each_other_without_a_wait():
     lengths = [[r.length for r in requests[s.device]] for s in (gpu, cpu)]
     assert lengths[0] == lengths[1]
     for name in ("block_arena", "slot_arena"):
-        found, expected = (getattr(s.manager, name).bytes.cpu() for s in (gpu, cpu))
+        found, expected = (getattr(s.manager.memory, name).bytes.cpu() for s in (gpu, cpu))
         assert torch.equal(found, expected), name

@@ -44,6 +44,6 @@ def test_memory_is_used_again_at_once(owner: Remote, taker: Stack):
         offer = owner.offer(seed, 433, lease_s=0.01 if seed % 3 == 2 else 30.0)
         assert outcome(taker, taker.manager.handoff.accept(offer), seed) in ("here", "gone")
         if seed % 2:
-            taker.manager.evict()
+            taker.manager.prefix.evict()
     assert_nothing_left(taker)
     assert owner.ask("check")

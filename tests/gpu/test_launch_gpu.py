@@ -46,8 +46,8 @@ def test_triton_is_asked_once_for_each_kind_of_launch(monkeypatch: pytest.Monkey
     assert sum(counts) > 0
     assert not any(counts[16:]), counts  # every phase of a group has been seen
     gpu, cpu = (stack.manager for stack in stacks)
-    assert torch.equal(gpu.block_arena.bytes.cpu(), cpu.block_arena.bytes)
-    assert torch.equal(gpu.slot_arena.bytes.cpu(), cpu.slot_arena.bytes)
+    assert torch.equal(gpu.memory.block_arena.bytes.cpu(), cpu.memory.block_arena.bytes)
+    assert torch.equal(gpu.memory.slot_arena.bytes.cpu(), cpu.memory.slot_arena.bytes)
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "captured"])
@@ -101,5 +101,5 @@ def test_repeated_reads_and_writes_give_what_checked_ones_give(
             assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
     assert len(repeated) > 4 * len(layers)
     one, other = (stack.manager for stack in stacks)
-    assert torch.equal(one.block_arena.bytes, other.block_arena.bytes)
-    assert torch.equal(one.slot_arena.bytes, other.slot_arena.bytes)
+    assert torch.equal(one.memory.block_arena.bytes, other.memory.block_arena.bytes)
+    assert torch.equal(one.memory.slot_arena.bytes, other.memory.slot_arena.bytes)

@@ -29,7 +29,9 @@ def captured(step: DecodeStep) -> torch.cuda.CUDAGraph:
 
 def results(step: DecodeStep) -> list[torch.Tensor]:
     chosen = list(step.chosen_of.values())
-    return [each.clone() for each in (step.out, step.lse, step.manager.slot_arena.bytes, *chosen)]
+    return [
+        each.clone() for each in (step.out, step.lse, step.manager.memory.slot_arena.bytes, *chosen)
+    ]
 
 
 # A query that processors share is one launch whose programs wait for each other: if programs of two

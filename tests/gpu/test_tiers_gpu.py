@@ -59,7 +59,7 @@ def test_a_request_comes_back_while_its_slot_is_used_again(length: int):
     run_to(stack, busy, other, 400)
     stack.manager.release_request(busy)
     assert stack.manager.tiers.drain(TIMEOUT_S)
-    stack.manager.evict()
+    stack.manager.prefix.evict()
     again = stack.manager.tiers.resume(text.ids[:length], timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.length) == ("state", length)
     run_to(stack, again, text, length + 100, chunk=4)

@@ -56,7 +56,7 @@ def test_layers_on_two_devices() -> None:
     assert isinstance(manager, Lockstep)
     parts = manager.managers
     assert [part.device.type for part in parts] == [DEVICE, OTHER]
-    assert [part.backend.name for part in parts] == ["triton", "reference"]
+    assert [part._parts.backend.name for part in parts] == ["triton", "reference"]
 
     exact = copy.deepcopy(plain).float()
     exact.set_experts_implementation("eager")

@@ -77,8 +77,8 @@ def accelerated(
         **options,
     )
     manager = vars(model.model)["forward"].step.manager
-    manager.block_arena.bytes.fill_(0xFF)
-    manager.slot_arena.bytes.fill_(0xFF)
+    manager.memory.block_arena.bytes.fill_(0xFF)
+    manager.memory.slot_arena.bytes.fill_(0xFF)
     return model
 
 

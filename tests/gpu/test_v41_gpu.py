@@ -54,7 +54,7 @@ def test_arenas_are_the_reference_s(form: PageForm):
             accepted = [4, 1, 2] if nth == 2 else None
             stack.step(list(zip(requests, streams, counts, strict=True)), accepted)
         for name in ("block_arena", "slot_arena"):
-            cpu, gpu = (getattr(stack.manager, name).bytes.cpu() for stack in stacks)
+            cpu, gpu = (getattr(stack.manager.memory, name).bytes.cpu() for stack in stacks)
             wrong = torch.nonzero(cpu != gpu)
             assert not len(wrong), f"step {nth}, {name}: {len(wrong)}, first {wrong[:3].tolist()}"
 
@@ -73,9 +73,9 @@ def test_selections_and_candidates_are_the_reference_s():
             backend=backend,
         )
         numbers = Numbers(3)
-        page = schema.page("index_keys", 20)
+        page = schema.layout.page("index_keys", 20)
         assert page is not None
-        blocks = manager.block_arena.bytes
+        blocks = manager.memory.block_arena.bytes
         keys = numbers.integers(0, 256, 160, page.rows * 64).to(torch.uint8)
         scales = numbers.integers(120, 130, 160, page.rows * 4).to(torch.uint8)
         for offset, rows in ((page.offset_bytes, keys), (page.scale_offset_bytes, scales)):
@@ -83,7 +83,7 @@ def test_selections_and_candidates_are_the_reference_s():
         request = manager.admit_request()
         request.block_ids = list(range(160))
         request.published_blocks = 160
-        manager.block_table[request.slot] = torch.arange(160, dtype=torch.int32).to(device)
+        manager.memory.block_table[request.slot] = torch.arange(160, dtype=torch.int32).to(device)
         set_length(manager, request, 19_990)
         manager.memory.publish(request.slot, 0, request.block_ids)
         request.published_blocks = len(request.block_ids)
@@ -154,7 +154,7 @@ def test_a_captured_step_is_the_eager_one():
     step = DecodeStep(FLASH, batch=5, context=4096, device="cuda")
     manager = step.manager
     results = [step.out, step.lse, step.candidates, *step.chosen_of.values()]
-    stored = [manager.block_arena.bytes, manager.slot_arena.bytes]
+    stored = [manager.memory.block_arena.bytes, manager.memory.slot_arena.bytes]
     step.run(PARTS)
     eager = [tensor.clone() for tensor in (*results, *stored)]
     assert torch.isfinite(step.out.float()).all()

@@ -61,7 +61,7 @@ class Engine:
 
     def _weights(self, layer: int, tables: dict[bool, Tensor]) -> LayerWeights:
         def of(kind: str) -> CompressorWeights | None:
-            layout = self.schema.compressor(layer, kind)  # type: ignore[arg-type]
+            layout = self.schema.layout.compressor(layer, kind)  # type: ignore[arg-type]
             if layout is None:
                 return None
             ape = self.new(layout.ratio, layout.columns)

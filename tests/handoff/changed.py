@@ -37,7 +37,7 @@ def main() -> None:
             assert_cold(taker, copy, text.stream)
             taker.manager.release_request(copy)
             print(json.dumps([at, flip, "here"]), flush=True)
-        taker.manager.evict()
+        taker.manager.prefix.evict()
     copy = taker.manager.handoff.accept(packed).wait()
     assert_cold(taker, copy, text.stream)
     assert_nothing_left(owner, taker)

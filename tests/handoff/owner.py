@@ -43,7 +43,7 @@ class Owner:
         for request in self.manager.requests:
             self.manager.release_request(request)
         tidy(self.manager)
-        self.manager.evict()
+        self.manager.prefix.evict()
         other = Text.random(self.stack, 999, TOKENS)
         request = self.manager.admit_request(other.ids[:800])
         run_to(self.stack, request, other, 800)

@@ -379,7 +379,7 @@ def test_who_has_one_offer_ends_no_other(owner: Stack):
     assert sorted(leases.standing) == sorted(names[1:])
     # nor does he find the names in what he can read
     handoff = handing(owner)
-    arena = owner.manager.block_arena.bytes.numpy().tobytes()
+    arena = owner.manager.memory.block_arena.bytes.numpy().tobytes()
     for memory in (arena, bytes(handoff.side.rows.memory), bytes(handoff.side.pledges.memory)):
         assert not any(name in memory for name in names)
 

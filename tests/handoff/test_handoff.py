@@ -100,7 +100,7 @@ def test_what_is_cached_there_is_not_read_and_what_arrives_is_cached(owner: Stac
     other = text.then(Text.random(owner, 21, TOKENS), 300)
     request, copy = hand_over(owner, taker, text, 400)
     taker.manager.release_request(copy)
-    found = taker.manager.look_up(taker.manager.prompt(text.ids[:400]))
+    found = taker.manager.prefix.look_up(taker.manager.prefix.prompt(text.ids[:400]))
     assert found.reused_tokens == 3 * BLOCK
     owner.manager.release_request(request)
     branch = grown(owner, other, 420)
@@ -112,7 +112,7 @@ def test_what_is_cached_there_is_not_read_and_what_arrives_is_cached(owner: Stac
     assert handing(taker).stats().blocks_skipped == before.blocks_skipped + 2
     assert (
         arrival.read_bytes
-        < 2 * schema.block_bytes + handing(taker).side.labels.state.payload_bytes + 512
+        < 2 * schema.bytes.block + handing(taker).side.labels.state.payload_bytes + 512
     )
     assert_cold(taker, copy, other.stream)
 
@@ -517,15 +517,17 @@ def test_an_offer_that_ends_during_the_read_is_not_believed(
 
     def rewrite() -> None:
         owner.manager.handoff.withdraw(offer)
-        owner.manager.evict()
-        owner.manager.block_arena.bytes.fill_(7)
+        owner.manager.prefix.evict()
+        owner.manager.memory.block_arena.bytes.fill_(7)
 
     between = Between(monkeypatch, taker, rewrite)
     arrival = taker.manager.handoff.accept(offer)
     with pytest.raises(OfferError) as error:
         arrival.wait()
     assert (between.done, error.value.reason) == (1, "gone")
-    assert taker.manager.look_up(taker.manager.prompt(text.ids[:300])).reused_tokens == 0
+    assert (
+        taker.manager.prefix.look_up(taker.manager.prefix.prompt(text.ids[:300])).reused_tokens == 0
+    )
 
 
 @pytest.mark.parametrize("what", ["block", "state"])
@@ -538,7 +540,7 @@ def test_bytes_that_break_on_the_way_are_refused(
     def break_one() -> None:
         (arrival,) = handing(taker).arrivals.open
         if what == "block":
-            taker.manager.block_arena.bytes[arrival.landing.block_ids[1], 77] ^= 4
+            taker.manager.memory.block_arena.bytes[arrival.landing.block_ids[1], 77] ^= 4
         else:
             assert arrival.landing.row is not None
             arrival.landing.row.parts.payload[0][99] ^= 4
@@ -548,7 +550,9 @@ def test_bytes_that_break_on_the_way_are_refused(
     with pytest.raises(OfferError, match=what) as error:
         arrival.wait()
     assert error.value.reason == "refused"
-    assert taker.manager.look_up(taker.manager.prompt(text.ids[:300])).reused_tokens == 0
+    assert (
+        taker.manager.prefix.look_up(taker.manager.prefix.prompt(text.ids[:300])).reused_tokens == 0
+    )
 
 
 def test_a_cancelled_arrival_gives_all_back(owner: Stack, taker: Stack):
@@ -653,10 +657,10 @@ def test_the_taker_says_what_is_worth_keeping_there(owner: Stack, taker: Stack):
         taker.manager.handoff.accept(offer, hints="chat")  # type: ignore[arg-type]
     assert_nothing_left(taker)
     copy = taker.manager.handoff.accept(offer, hints=hints).wait()
-    assert taker.manager.prefix
-    trail = taker.manager.prompt(text.ids[:300]).trail
+    assert taker.manager._parts.prefix
+    trail = taker.manager.prefix.prompt(text.ids[:300]).trail
     assert trail is not None
-    nodes = taker.manager.prefix.index.match(trail, 2)
+    nodes = taker.manager._parts.prefix.index.match(trail, 2)
     assert [node.hints for node in nodes] == [hints] * 2
     assert copy.trail is not None
     assert copy.trail.hints == hints

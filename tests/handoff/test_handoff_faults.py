@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from dsv4.cache.changes import release_now
 from dsv4.errors import Dsv4Error, OfferError, RecoveryNeeded
 from tests.support.faults import DeviceFault, Faults, Interrupts, everything
 from tests.support.handoff import assert_nothing_left, close, grown, handing, side, until
@@ -106,7 +107,7 @@ def interrupt(scene: Scene, call: Callable[[Scene], None], at: int) -> bool:
         call(scene)
     for stack in (scene.owner, scene.taker):
         with suppress(RecoveryNeeded):
-            stack.manager._release_now()
+            release_now(stack.manager)
         stack.manager.recover()
     scene.go_on()
     return interrupts.count > at

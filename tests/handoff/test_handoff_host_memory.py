@@ -60,9 +60,9 @@ class World:
         } | options
         if apart:
             rows = options["num_blocks"] + (spare or 0)
-            options["host_memory"] = rows * schema.entries_bytes
+            options["host_memory"] = rows * schema.bytes.entries
         if spare is not None:
-            options["tiers"] = [HostTier(60 * (schema.block_bytes + 8192))]
+            options["tiers"] = [HostTier(60 * (schema.bytes.block + 8192))]
         self.managers.append(KVCacheManager(schema, **options))
         return self.managers[-1]
 
@@ -95,9 +95,9 @@ class World:
 def poison(manager: Any) -> None:
     """Everything that is free."""
     manager.check_invariants()
-    residency, entries = manager._residency, manager.memory.entries
+    residency, entries = manager._parts.residency, manager.memory.entries
     entries.arena.bytes[residency.places._free] = POISON
-    manager.block_arena.bytes[manager.table.allocator._free] = POISON
+    manager.memory.block_arena.bytes[manager._parts.table.allocator._free] = POISON
     hosts = residency.places.hosts
     if hosts.shares:
         residency._pool.bytes[hosts.free_rows()] = POISON
@@ -133,14 +133,14 @@ def test_a_request_arrives_wherever_its_entries_are(world: World, length: int, s
     assert owner.stats().residency.blocks_only_in_host > 0
     offer = owner.handoff.offer(request)
     owner.release_request(request)
-    owner.evict()  # the offer alone holds the blocks
+    owner.prefix.evict()  # the offer alone holds the blocks
     poison(owner)
     copy = taker.handoff.accept(offer).wait()
     assert copy.length == length
     assert taker.stats().residency.blocks_only_in_host == length // 128
     world.goes_on(taker, copy)
     until(owner, lambda: not owner.handoff.leases.held)
-    owner.evict()
+    owner.prefix.evict()
     assert owner.stats().blocks_free == BLOCKS
     # and from there, after it was written on, to a third
     third = world.made()
@@ -156,7 +156,7 @@ def test_what_the_taker_has_in_host_memory_is_not_read(world: World):
     arrival = taker.handoff.accept(owner.handoff.offer(grown(world, owner, 900)))
     copy = arrival.wait()
     assert arrival.skipped_blocks == 5
-    whole = world.apart.block_bytes + world.apart.entries_bytes
+    whole = world.apart.bytes.block + world.apart.bytes.entries
     state = taker.handoff.side.labels.state.payload_bytes + 512
     assert 0 < arrival.read_bytes - 2 * whole < state
     world.goes_on(taker, copy)
@@ -176,7 +176,7 @@ def test_entries_that_were_changed_on_their_way_are_refused(world: World):
     owner, taker = world.made(), world.made()
     request = grown(world, owner, 300)
     offer = owner.handoff.offer(request)
-    owner._residency.copies.piece(request.block_ids[1])[5] ^= 1
+    owner._parts.residency.copies.piece(request.block_ids[1])[5] ^= 1
     arrival = taker.handoff.accept(offer)
     with pytest.raises(OfferError, match="block 1, its sum is wrong"):
         arrival.wait()
@@ -212,7 +212,7 @@ def test_rows_that_the_offer_names_stay_after_an_interrupt(world: World, spare: 
     request = grown(world, owner, 700)
     offer = owner.handoff.offer(request)
     owner.release_request(request)
-    owner.evict()
+    owner.prefix.evict()
     if owner.tiers:
         assert owner.tiers.drain(PATIENT_S)
         tier = owner.tiers.all[0]
@@ -265,7 +265,7 @@ def test_lives_between_managers(world: World, seed: int):
                 live.append((other, copy))
         for each in managers:
             if draw.random() < 0.2:
-                each.evict(draw.choice((2, BLOCKS)))
+                each.prefix.evict(draw.choice((2, BLOCKS)))
             poison(each)
         if len(live) > 4:
             manager, request = live.pop(draw.randrange(len(live)))

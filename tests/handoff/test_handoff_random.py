@@ -146,7 +146,7 @@ class Lives:
 
     def evict(self, stack: Stack) -> None:
         if stack.manager.prefix:
-            stack.manager.evict(self.random.randrange(3))
+            stack.manager.prefix.evict(self.random.randrange(3))
 
     def release(self, stack: Stack) -> None:
         each = self.one_of(stack)

@@ -79,7 +79,7 @@ def test_a_request_goes_over_with_the_same_key(owner: Stack, taker: Stack) -> No
     assert_cold(taker, arrived, text.stream)
     # cached under the names that this manager computes itself
     taker.manager.release_request(arrived)
-    assert taker.manager.look_up(text.ids[:300]).reused_tokens == 256
+    assert taker.manager.prefix.look_up(text.ids[:300]).reused_tokens == 256
 
 
 def test_an_offer_of_another_key_or_none_is_refused_and_counted(owner: Stack, taker: Stack) -> None:

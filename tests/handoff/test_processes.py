@@ -97,7 +97,7 @@ def owner(taker: Stack) -> Iterator[Remote]:
     """They have met: a probe needs an owner that does not stand still."""
     with remote() as started:
         assert outcome(taker, taker.manager.handoff.accept(started.offer(0, 60)), 0) == "here"
-        taker.manager.evict()
+        taker.manager.prefix.evict()
         yield started
 
 
@@ -171,7 +171,7 @@ def test_an_owner_that_stands_still_costs_the_deadline_and_no_byte(owner: Remote
         assert in_flight == 4  # nobody gets them: NIXL may still write there
         assert_computed(taker, 2, 433)
         assert taker.manager.stats().blocks_in_flight == in_flight
-        taker.manager.evict()
+        taker.manager.prefix.evict()
     until(taker.manager, lambda: not handing(taker).arrivals.open)
     assert taker.manager.stats().blocks_in_flight == 0
     assert outcome(taker, taker.manager.handoff.accept(offer), 2) == "here"
@@ -200,7 +200,7 @@ def test_a_lease_that_ends_during_the_read(owner: Remote, taker: Stack):
     # its clock goes on with the process: the pledge is wiped at once, or was read before
     assert outcome(taker, arrival, 4) in ("gone", "here")
     until(taker.manager, lambda: owner.ask("held") == 0)
-    taker.manager.evict()
+    taker.manager.prefix.evict()
     assert outcome(taker, taker.manager.handoff.accept(offer), 4) == "gone"
 
 
@@ -234,14 +234,14 @@ def test_an_owner_that_is_killed_and_started_again(taker: Stack, tmp_path: Path)
         offer = first.offer(6, 433, takers=9)
         assert first.ask("drain")
         assert outcome(taker, taker.manager.handoff.accept(offer), 6) == "here"
-        taker.manager.evict()
+        taker.manager.prefix.evict()
         first.stop()  # so that the read is under way
         arrival = begun(taker, taker.manager.handoff.accept(offer))
         first.kill()
         assert outcome(taker, arrival, 6) == "failed"
         until(taker.manager, lambda: not handing(taker).arrivals.open)
         assert_computed(taker, 6, 433)
-        taker.manager.evict()
+        taker.manager.prefix.evict()
         assert outcome(taker, taker.manager.handoff.accept(offer), 6) == "failed"
     resume_from_disk(tmp_path, offer)
     with remote("phoenix") as second:
@@ -337,7 +337,7 @@ def churn(taker: Stack, random: Random, rounds: int, until_then: Callable[[], bo
                 arrivals[0].cancel()
             found += [outcome(taker, arrival, seed) for arrival in arrivals]
             if random.random() < 0.5:
-                taker.manager.evict()
+                taker.manager.prefix.evict()
             until(taker.manager, lambda: len(handing(taker).arrivals.open) < 2)
             if nth % 25 == 24:
                 owner.stop()

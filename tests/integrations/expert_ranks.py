@@ -120,7 +120,7 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
     for name in ("cold", "warm", "uneven"):
         if name == "uneven" and rank == 0:  # as if other rows had taken its blocks
             vars(model.model)["forward"].caches.pool.evict(2)
-            manager.evict()
+            manager.prefix.evict()
         steps = generate(model, ids, NEW_TOKENS, attention_mask=mask)
         found[name] = steps.sequences, torch.stack(steps.logits)
         found[f"{name} reused"] = [r.reused_tokens for r in steps.past_key_values.requests]
@@ -141,7 +141,7 @@ def tokens_of(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> list[Tens
     found = [generate(model, ids[:1], NEW_TOKENS).sequences]
     if rank == 0:
         vars(model.model)["forward"].caches.pool.evict(1)
-        manager_of(model).evict()
+        manager_of(model).prefix.evict()
     found.append(generate(model, ids[:1], NEW_TOKENS).sequences)
     return found
 
@@ -155,7 +155,7 @@ def jobs_of_an_engine(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> l
     engine.run()
     if rank == 0:
         vars(model.model)["forward"].caches.pool.evict(2)
-        manager_of(model).evict()
+        manager_of(model).prefix.evict()
     turn = engine.submit([*jobs[0].tokens, 5], 1)
     engine.run()
     return [jobs[0].generated, jobs[2].generated, turn.generated, [turn.tokens_skipped]]
@@ -167,7 +167,7 @@ def logits_behind_a_crop(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -
     for column in range(8):
         model(ids[:1, column : column + 1], past_key_values=past)
     if rank == 0:
-        manager_of(model).evict()
+        manager_of(model).prefix.evict()
     past.crop(TOKENS - 4)
     return model(ids[:1, -4:], past_key_values=past).logits
 

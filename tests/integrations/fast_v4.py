@@ -48,8 +48,8 @@ def fast(
     accelerate(model, max_batch=max_batch, max_context=max_context, **options)
     manager = manager_of(model)
     for part in getattr(manager, "managers", (manager,)):  # one per device
-        part.block_arena.bytes.fill_(POISON)
-        part.slot_arena.bytes.fill_(POISON)
+        part.memory.block_arena.bytes.fill_(POISON)
+        part.memory.slot_arena.bytes.fill_(POISON)
     yield model
     manager.check_invariants()
     restore(model)

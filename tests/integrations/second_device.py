@@ -91,7 +91,11 @@ def watched(model: DeepseekV4ForCausalLM, border: int) -> Iterator[Sides]:
         sides.put(THERE if id(tensor) in there else HERE, tensor)
     for side, part in zip((HERE, THERE), manager.managers, strict=True):
         lane = part.memory.lanes[0]
-        tensors = [part.block_arena.bytes, part.slot_arena.bytes, part.block_table]
+        tensors = [
+            part.memory.block_arena.bytes,
+            part.memory.slot_arena.bytes,
+            part.memory.block_table,
+        ]
         sides.put(side, *tensors, *lane.workspace.tensors, *_tensors(lane.buffers))
     for layer, tables in forward.step.rope_tables.items():
         sides.put(THERE if layer >= border else HERE, *tables.values())

@@ -102,7 +102,9 @@ def test_padding_changes_no_byte_of_the_cache() -> None:
             with torch.no_grad():
                 past = model(ids, attention_mask=mask).past_key_values
             manager = manager_of(model)
-            arenas.append((manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()))
+            arenas.append(
+                (manager.memory.block_arena.bytes.clone(), manager.memory.slot_arena.bytes.clone())
+            )
             assert past.requests[1].length == 3
     assert torch.equal(arenas[0][0], arenas[1][0])
     assert torch.equal(arenas[0][1], arenas[1][1])

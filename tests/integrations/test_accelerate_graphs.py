@@ -38,7 +38,10 @@ def record_graphs(model: Any) -> Recording:
     forward, recording = vars(model.model)["forward"], Recording()
     manager = manager_of(model)
     forward.graphs = DecodeGraphs(
-        forward.decode, max_rows=manager.max_requests, device=manager.device, capture=recording
+        forward.decode,
+        max_rows=manager.memory.max_requests,
+        device=manager.device,
+        capture=recording,
     )
     return recording
 

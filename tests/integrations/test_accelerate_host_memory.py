@@ -49,7 +49,7 @@ def test_layers_on_two_devices_have_their_entries_in_one_host_memory(
             stats = manager_of(model).stats().residency
             manager = manager_of(model)
             assert isinstance(manager, Lockstep)
-            parts = [part.schema.entries_bytes for part in manager.managers]
+            parts = [part.schema.bytes.entries for part in manager.managers]
             del again
     (sequences, logits), (other_sequences, other_logits) = found
     assert torch.equal(sequences, other_sequences)

@@ -117,7 +117,7 @@ def test_restore_leaves_no_hook() -> None:
 
 def kept(manager: Any) -> list[Hints | None]:
     """The hints of all cached blocks."""
-    return [node.hints for node in manager.prefix.index.nodes()]
+    return [node.hints for node in manager._parts.prefix.index.nodes()]
 
 
 @pytest.mark.parametrize("tiered", [False, True])

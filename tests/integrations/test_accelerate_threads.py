@@ -192,9 +192,9 @@ def test_an_interrupt_inside_the_manager_is_mended(
         said = generate(model, ids, NEW_TOKENS).sequences
         manager = manager_of(model)
         table, name = {
-            "continue_request": (manager.table, "grow"),
-            "commit": (manager.table, "move"),
-            "admit_request": (manager.table, "make_request"),
+            "continue_request": (manager._parts.table, "grow"),
+            "commit": (manager._parts.table, "move"),
+            "admit_request": (manager._parts.table, "make_request"),
             "fork": (manager.memory, "copy_slot"),
         }[call]
         more = torch.cat((said, prompt(130, seed=3)), dim=1)

@@ -102,7 +102,7 @@ def test_weights_that_are_loaded_again_find_what_was_stored(tmp_path: Path) -> N
         first = say(model, prompt)
         assert manager_of(model).tiers.drain(TIMEOUT_S)
         stored = disk.stats().stored
-        manager_of(model).evict()
+        manager_of(model).prefix.evict()
         model.load_state_dict(values)
         runs.clear()
         again = say(model, prompt)

@@ -25,7 +25,7 @@ def test_bytes_of_the_cache() -> None:
         tokens = parse_tokens(context)
         schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=tokens)
         blocks = schema.blocks_for(tokens)
-        arenas = blocks * schema.block_bytes + schema.slot_bytes + 4 * blocks
+        arenas = blocks * schema.bytes.block + schema.bytes.slot + 4 * blocks
         found = int(requests) * arenas / UNITS[unit]
         assert abs(found - float(size)) < 0.6 * 10 ** -len(size.partition(".")[2]), (found, size)
 

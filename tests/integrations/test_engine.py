@@ -372,14 +372,14 @@ def test_an_error_of_a_job_comes_out_of_its_stream() -> None:
         manager, engine = manager_of(model), Engine(model=model)
         first = engine.submit(text(280, 1), 3)
         engine.run()
-        pinned = manager.pin(first.tokens[:280])
+        pinned = manager.prefix.pin(first.tokens[:280])
         job, other = engine.submit(text(290, 2), 3), engine.submit(text(9, 3), NEW_TOKENS)
         with pytest.raises(OutOfBlocks):
             list(engine.stream(job))
         assert not job.cancelled
         engine.run()
         check(other)
-        manager.unpin(pinned)
+        manager.prefix.unpin(pinned)
 
 
 @pytest.mark.parametrize("failing", [1, 3])
@@ -428,7 +428,7 @@ def pinned_but(engine: Engine, blocks: int) -> None:
         ids, seed = text(128 * min(lacking, 3), seed), seed + 1
         engine.submit([*ids, 1], 1)
         engine.run()
-        manager.pin(ids)
+        manager.prefix.pin(ids)
 
 
 def test_the_youngest_job_makes_room_when_blocks_run_out() -> None:

@@ -114,12 +114,12 @@ def test_all_kv_lies_in_the_arenas():
     for layer in cache.layers:
         assert all(compressor._previous is None for compressor in layer.compressors.values())
     for arena, layers in (("slot_arena", (0, 1, 2)), ("block_arena", (1, 2))):
-        getattr(cache.manager, arena).bytes.fill_(POISON)
+        getattr(cache.manager.memory, arena).bytes.fill_(POISON)
         with torch.no_grad():
             logits = model(input_ids=prompt(1), past_key_values=cache).logits
         assert logits.isnan().all(), (arena, layers)
         cache.reset()
-        cache.manager.slot_arena.bytes.fill_(0)
+        cache.manager.memory.slot_arena.bytes.fill_(0)
         run(model, prompt(150), cache, [150])
 
 
@@ -129,8 +129,8 @@ def test_memory_of_both_caches():
     run(model, prompt(255), cache, [255])
     run(model, prompt(255), own, [255])
     schema, ours = cache.manager.schema, cache.memory_bytes()
-    assert ours.block_arena == 2 * schema.block_bytes
-    assert ours.slot_arena == schema.slot_bytes
+    assert ours.block_arena == 2 * schema.bytes.block
+    assert ours.slot_arena == schema.bytes.slot
     # what transformers keeps after 255 tokens, in channels: windows (keys and values apart only in
     # the window-only layer), entries and keys, the unfinished group, the group before it
     head, index, window = 64, 32, 127

@@ -40,12 +40,12 @@ from tests.integrations.tiny_v4 import (
 def unchanged(model: DeepseekV4ForCausalLM, cache: PagedCache) -> Iterator[None]:
     """Bytes, lengths, blocks and history; and the model's hooks."""
     manager = cache.manager
-    before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
+    before = manager.memory.block_arena.bytes.clone(), manager.memory.slot_arena.bytes.clone()
     state = manager.stats(), cache.columns, cache.history_ids.clone(), list(cache.requests)
     hooks = dict(model.model._forward_pre_hooks)
     yield
-    assert torch.equal(before[0], manager.block_arena.bytes)
-    assert torch.equal(before[1], manager.slot_arena.bytes)
+    assert torch.equal(before[0], manager.memory.block_arena.bytes)
+    assert torch.equal(before[1], manager.memory.slot_arena.bytes)
     assert state[:2] == (manager.stats(), cache.columns)
     assert torch.equal(state[2], cache.history_ids)
     assert state[3] == cache.requests
@@ -278,7 +278,7 @@ def test_a_step_that_is_interrupted_while_it_takes_blocks_fails(
     with pytest.raises(KeyboardInterrupt):
         run(model, ids[:, 10:], cache, (10,))
     monkeypatch.undo()
-    assert cache.manager.open_plan is None
+    assert not cache.manager.room.open_plans
     assert cache.columns == 10
     with pytest.raises(RequestError, match="failed"):
         run(model, ids[:, 10:], cache, (10,))

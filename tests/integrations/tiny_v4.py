@@ -88,8 +88,8 @@ def paged(
 ) -> PagedCache:
     """A cache whose free memory is full of 0xFF: NaN in every float format."""
     cache = PagedCache.for_model(model, max_batch=max_batch, max_context=max_context, **options)
-    cache.manager.block_arena.bytes.fill_(POISON)
-    cache.manager.slot_arena.bytes.fill_(POISON)
+    cache.manager.memory.block_arena.bytes.fill_(POISON)
+    cache.manager.memory.slot_arena.bytes.fill_(POISON)
     return cache
 
 

@@ -41,14 +41,14 @@ def test_index_keys_without_a_hadamard_transform():
     plain = Both(
         model=replace(TINY, layers=(replace(layer, index_hadamard=True),)), layers=(0,), requests=2
     )
-    page = both.schema.page("index_keys", 0)
+    page = both.schema.layout.page("index_keys", 0)
     assert page is not None
     for each in (both, plain):
         each.skip({0: 2, 1: 3})
         each.step({0: 7, 1: 1})
         each.step({0: 1, 1: 1})
     keys = slice(page.offset_bytes, page.offset_bytes + page.payload_bytes)
-    ours, usual = (each.stacks[0].manager.block_arena.bytes for each in (both, plain))
+    ours, usual = (each.stacks[0].manager.memory.block_arena.bytes for each in (both, plain))
     assert not torch.equal(ours[:, keys], usual[:, keys])
     ours[:, keys], usual[:, keys] = 0, 0
     assert torch.equal(ours, usual)
@@ -59,8 +59,8 @@ def test_a_step_without_tokens_launches_nothing():
     both.empty_step()
     both.step({0: 0})
     for stack in both.stacks:
-        assert (stack.manager.block_arena.bytes == POISON).all()
-        assert (stack.manager.slot_arena.bytes == POISON).all()
+        assert (stack.manager.memory.block_arena.bytes == POISON).all()
+        assert (stack.manager.memory.slot_arena.bytes == POISON).all()
 
 
 def test_draft_steps_and_rejections():

@@ -49,8 +49,8 @@ class Apart:
         results = []
         for append in (reference, kernel):
             arenas = (
-                torch.full((blocks, self.schema.block_bytes), POISON, dtype=torch.uint8),
-                torch.full((rows, self.schema.entries_bytes), POISON, dtype=torch.uint8),
+                torch.full((blocks, self.schema.bytes.block), POISON, dtype=torch.uint8),
+                torch.full((rows, self.schema.bytes.entries), POISON, dtype=torch.uint8),
                 step.slot_arena.clone(),
                 *([] if window is None or window.staging is None else [window.staging.clone()]),
             )
@@ -75,7 +75,7 @@ class Apart:
         self.count(step, table, here, results[0][1])
 
     def layout(self, write: CompressorWrite) -> Any:
-        layout = self.schema.compressor(write.layout.page.layer, write.layout.kind)
+        layout = self.schema.layout.compressor(write.layout.page.layer, write.layout.kind)
         assert layout is not None
         return layout
 

@@ -108,7 +108,7 @@ def test_sums_that_are_minus_zero():
     both.step({0: 3})
     manager, request = both.stacks[0].manager, both.lives[0][0]
     state = manager.acquire(HCA).memory.compressor.state
-    rows = ring_rows(manager.slot_arena.bytes, state, 3, both.schema.model.head_dim)
+    rows = ring_rows(manager.memory.slot_arena.bytes, state, 3, both.schema.model.head_dim)
     products = rows[request.slot, 21 % rows.shape[1], 2, :9]
     assert (products.view(torch.int32) == -(2**31)).all()
 

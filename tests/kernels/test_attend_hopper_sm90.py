@@ -126,15 +126,15 @@ def call(
         ModelSpec.preset(model), max_context=max_context, entries_apart=resolved, page_form=form
     )
     width = schema.model.head_dim
-    window_page = schema.page("window", CSA_LAYER)
+    window_page = schema.layout.page("window", CSA_LAYER)
     assert window_page is not None
     entries = indices = None
     if layer is not None:
-        entry_page = schema.page("entries", layer)
+        entry_page = schema.layout.page("entries", layer)
         assert entry_page is not None
         entries = EntrySource(
             arena=empty(
-                8, schema.entries_bytes if resolved else schema.block_bytes, dtype=torch.uint8
+                8, schema.bytes.entries if resolved else schema.bytes.block, dtype=torch.uint8
             ),
             page=entry_page,
             block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
@@ -144,7 +144,7 @@ def call(
         if layer != HCA_LAYER:
             indices = empty(tokens, schema.model.index_topk, dtype=torch.int32)
     window = WindowSource(
-        arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
+        arena=empty(8, schema.bytes.slot, dtype=torch.uint8),
         page=window_page,
         window=schema.model.window,
         staged=chunk,

@@ -82,18 +82,21 @@ def attend_launch(
     )
     tokens, width = 4, schema.model.head_dim
 
-    window_page, entry_page = schema.page("window", layer), schema.page("entries", layer)
+    window_page, entry_page = (
+        schema.layout.page("window", layer),
+        schema.layout.page("entries", layer),
+    )
     assert window_page is not None
     blocks = schema.max_blocks_per_request
     entries = entry_page and EntrySource(
-        arena=empty(8, schema.entries_bytes if resolved else schema.block_bytes, dtype=torch.uint8),
+        arena=empty(8, schema.bytes.entries if resolved else schema.bytes.block, dtype=torch.uint8),
         page=entry_page,
         block_table=empty(8, blocks, dtype=torch.int32),
         ratio=schema.layers[layer].spec.ratio,
         resolved=resolved,
     )
     window = WindowSource(
-        arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
+        arena=empty(8, schema.bytes.slot, dtype=torch.uint8),
         page=window_page,
         window=schema.model.window,
         staged=chunk,

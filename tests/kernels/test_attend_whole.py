@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.cache.manager import KVCacheManager
+from dsv4.cache import build
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.kernels import attend as portable
@@ -107,16 +107,15 @@ def test_a_budget_counts_their_workspace() -> None:
     sizes = {"max_requests": 4, "max_step_tokens": 40, "max_open_plans": 2}
     with no_gpu(hopper=True):
         cut, whole = (
-            KVCacheManager.other_bytes(schema, batch_invariant=wanted, **sizes)
-            for wanted in (False, True)
+            build.other_bytes(schema, batch_invariant=wanted, **sizes) for wanted in (False, True)
         )
         asked = whole + (64 << 20)
-        made = KVCacheManager.from_memory(schema, memory_bytes=asked, batch_invariant=True, **sizes)
-        total = made.memory_bytes().total
+        made = build.manager_from_memory(schema, memory_bytes=asked, batch_invariant=True, **sizes)
+        total = made.memory.memory_bytes().total
         assert bytes_of(made) == total
-        assert asked - schema.block_bytes < total <= asked
+        assert asked - schema.bytes.block < total <= asked
         with pytest.raises(InvalidInput, match="batch_invariant=1"):
-            KVCacheManager.other_bytes(schema, batch_invariant=1, **sizes)  # type: ignore[arg-type]
+            build.other_bytes(schema, batch_invariant=1, **sizes)  # type: ignore[arg-type]
     parts = portable.workspace_elements(40, 64, 512, portable.split_count(*CSA))
     assert parts > narrow.workspace_elements(torch.device("cpu"))
     tiles = kernel.workspace_elements(40, 64, *CSA, PROCESSORS)

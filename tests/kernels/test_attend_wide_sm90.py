@@ -63,15 +63,15 @@ def test_keys_arrive_in_bulk_or_16_bytes_a_thread(attend: dict[str, Any]) -> Non
 def call(case: str) -> Attention:
     model, heads, layer = CASES[case]
     schema = CacheSchema.build(ModelSpec.preset(model))
-    width, window_page = schema.model.head_dim, schema.page("window", CSA_LAYER)
+    width, window_page = schema.model.head_dim, schema.layout.page("window", CSA_LAYER)
     assert window_page is not None
     entries = indices = None
     ratio = 1
     if layer is not None:
-        page, ratio = schema.page("entries", layer), schema.layers[layer].spec.ratio
+        page, ratio = schema.layout.page("entries", layer), schema.layers[layer].spec.ratio
         assert page is not None
         entries = EntrySource(
-            arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+            arena=empty(8, schema.bytes.block, dtype=torch.uint8),
             page=page,
             block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
             ratio=ratio,
@@ -84,7 +84,7 @@ def call(case: str) -> Attention:
         tokens=empty(TOKENS, 4, dtype=torch.int32),
         batch=empty(REQUESTS, 4, dtype=torch.int32),
         window=WindowSource(
-            arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
+            arena=empty(8, schema.bytes.slot, dtype=torch.uint8),
             page=replace(window_page, rows=2 * TOKENS),
             window=schema.model.window,
             staged=True,

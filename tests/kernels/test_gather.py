@@ -49,12 +49,12 @@ def lived(
 
 
 def entry_source(stack: Stack, layer: int, kind: str = "entries") -> EntrySource:
-    page = stack.schema.page(kind, layer)  # type: ignore[arg-type]
+    page = stack.schema.layout.page(kind, layer)  # type: ignore[arg-type]
     assert page is not None
     return EntrySource(
-        arena=stack.manager.block_arena.bytes,
+        arena=stack.manager.memory.block_arena.bytes,
         page=page,
-        block_table=stack.manager.block_table,
+        block_table=stack.manager.memory.block_table,
         ratio=stack.schema.layers[layer].spec.ratio,
     )
 
@@ -142,10 +142,13 @@ def test_window_of_a_narrow_step_comes_from_the_ring_in_order(
     stack, work = lived(records, form=form)
     plan = stack.manager.prepare_forward([(r, 1) for r, _, _ in work])
     stack.write(plan, [s for _, s, _ in work])
-    page = stack.schema.page("window", CSA)
+    page = stack.schema.layout.page("window", CSA)
     assert page is not None
     source = WindowSource(
-        arena=stack.manager.slot_arena.bytes, page=page, window=128, staged=not plan.batch.is_decode
+        arena=stack.manager.memory.slot_arena.bytes,
+        page=page,
+        window=128,
+        staged=not plan.batch.is_decode,
     )
     check_window(stack, BACKENDS[backend], source, plan, work)
 

@@ -40,20 +40,20 @@ def launch(case: str) -> Launch:
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
     tokens, count = empty(TOKENS, 4, dtype=torch.int32), empty(TOKENS, dtype=torch.int32)
     if case == "window":
-        page = schema.page("window", 0)
+        page = schema.layout.page("window", 0)
         assert page is not None
         window = WindowSource(
-            arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
+            arena=empty(8, schema.bytes.slot, dtype=torch.uint8),
             page=page,
             window=schema.model.window,
             staged=False,
         )
         out = empty(TOKENS, window.window, 512, dtype=torch.bfloat16)
         return gather.gather_window_launch(window, tokens, tokens[:, 2], tokens[:, 1], out, count)
-    page = schema.page("entries", 2)
+    page = schema.layout.page("entries", 2)
     assert page is not None
     entries = EntrySource(
-        arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+        arena=empty(8, schema.bytes.block, dtype=torch.uint8),
         page=page,
         block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
         ratio=4,

@@ -67,7 +67,7 @@ def launch(case: str) -> Launch:
 
 def _schema(model: str, layer: int, drafts: int) -> tuple[CacheSchema, Page]:
     schema = CacheSchema.build(ModelSpec.preset(model), max_draft_tokens=drafts, entries_apart=True)
-    page = schema.page("entries", layer)
+    page = schema.layout.page("entries", layer)
     assert page is not None
     return schema, page
 
@@ -78,7 +78,7 @@ def _int32(*shape: int) -> torch.Tensor:
 
 def _source(schema: CacheSchema, page: Page) -> EntrySource:
     return EntrySource(
-        arena=empty(ARENA_ROWS, schema.entries_bytes, dtype=torch.uint8),
+        arena=empty(ARENA_ROWS, schema.bytes.entries, dtype=torch.uint8),
         page=page,
         block_table=_int32(REQUESTS, schema.max_blocks_per_request),
         ratio=schema.layers[page.layer].spec.ratio,
@@ -96,7 +96,7 @@ def _resolving(model: str, layer: int, drafts: int) -> Resolving:
         batch=_int32(REQUESTS, 4),
         entries=source,
         block_table=source.block_table,
-        host=empty(ARENA_ROWS, schema.entries_bytes, dtype=torch.uint8),
+        host=empty(ARENA_ROWS, schema.bytes.entries, dtype=torch.uint8),
         hot=HotRows(
             first_row=1024,
             records=records,
@@ -125,7 +125,7 @@ def _staging(model: str, layer: int, drafts: int) -> Staging:
         batch=_int32(2, 4),
         entries=source,
         block_table=source.block_table,
-        host=empty(ARENA_ROWS, schema.entries_bytes, dtype=torch.uint8),
+        host=empty(ARENA_ROWS, schema.bytes.entries, dtype=torch.uint8),
         staged=EntrySource(
             arena=arena, page=staged, block_table=source.block_table, ratio=source.ratio
         ),

@@ -77,11 +77,11 @@ def test_what_it_does(
 
 
 def key_source(schema: CacheSchema) -> EntrySource:
-    page = schema.page("index_keys", CSA_LAYER)
+    page = schema.layout.page("index_keys", CSA_LAYER)
     assert page is not None
     ratio = schema.model.layers[CSA_LAYER].ratio
     return EntrySource(
-        arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+        arena=empty(8, schema.bytes.block, dtype=torch.uint8),
         page=page,
         block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
         ratio=ratio,

@@ -92,14 +92,14 @@ def test_a_draft_step_sees_ring_and_draft_and_stores_nothing(form: PageForm):
     q = numbers.normal(rows, 2, TINY.head_dim).to(torch.bfloat16)
     found = []
     for stack, requests in zip(life.stacks, life.lives, strict=True):
-        before = stack.manager.slot_arena.bytes.clone()
+        before = stack.manager.memory.slot_arena.bytes.clone()
         plan = stack.manager.prepare_forward([(r, block) for r in requests], pad_tokens=rows)
         weights = stack.weights[DRAFT]
         handle = stack.manager.acquire(DRAFT, plan.batch)
         out = torch.zeros_like(q)
         handle.attend_draft(kv, q, torch.ones(2), out, weights=weights, inverse_rope=weights.rope)
         stack.manager.abandon(plan)
-        assert torch.equal(stack.manager.slot_arena.bytes, before)
+        assert torch.equal(stack.manager.memory.slot_arena.bytes, before)
         found.append(out.float())
     assert torch.equal(found[0][2 * block :], torch.zeros_like(found[0][2 * block :]))
     assert (found[0] - found[1]).norm() <= 2e-3 * found[0].norm()

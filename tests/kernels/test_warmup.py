@@ -58,17 +58,17 @@ class Engine:
         self.layers = range(len(self.model.layers))
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return phantom_tensor(self.manager.slot_arena.bytes, shape, dtype)
+        return phantom_tensor(self.manager.memory.slot_arena.bytes, shape, dtype)
 
     def weights(self, layer: int) -> LayerWeights:
         def of(kind: str) -> CompressorWeights | None:
-            layout = self.manager.schema.compressor(layer, kind)  # type: ignore[arg-type]
+            layout = self.manager.schema.layout.compressor(layer, kind)  # type: ignore[arg-type]
             if layout is None:
                 return None
             ape = None if layout.key_page else self.new(layout.ratio, layout.columns)
             return CompressorWeights(ape=ape, norm=self.new(layout.width))
 
-        layout, keys = self.manager.schema.compressor(layer, "main"), None
+        layout, keys = self.manager.schema.layout.compressor(layer, "main"), None
         if layout is not None and layout.key_page is not None:
             shape = (self.model.index_dim, self.model.head_dim)
             weight = self.new(*shape, dtype=torch.bfloat16)
@@ -257,15 +257,15 @@ def test_what_has_no_kernels_is_ready_at_once() -> None:
 def test_warming_up_leaves_the_manager_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with no_gpu():
         manager = new_manager("tiny")
-        manager.slot_arena.bytes.fill_(7)
-        before = [t.clone() for t in (manager.block_arena.bytes, manager.block_table)]
+        manager.memory.slot_arena.bytes.fill_(7)
+        before = [t.clone() for t in (manager.memory.block_arena.bytes, manager.memory.block_table)]
         request = manager.admit_request()
         plan = manager.prepare_forward([(request, 3)])
         tokens = plan.batch.tokens.clone()
         manager.warmup(workers=1, progress=True)
         assert torch.equal(plan.batch.tokens, tokens)
-        assert bool((manager.slot_arena.bytes == 7).all())
-        assert torch.equal(manager.block_arena.bytes, before[0])
+        assert bool((manager.memory.slot_arena.bytes == 7).all())
+        assert torch.equal(manager.memory.block_arena.bytes, before[0])
         Engine(manager, 4).run(plan)
         manager.commit(plan)
     told = capsys.readouterr().err

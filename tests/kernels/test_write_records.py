@@ -38,9 +38,9 @@ def page_and_arena(
     model = ModelSpec.preset(preset)
     option = {"entry_format": name} if kind == "entries" else {"index_format": name}
     schema = CacheSchema.build(model, max_context=512, page_form=form, **option)
-    page = schema.page(kind, CSA if preset == "tiny" else 2)
+    page = schema.layout.page(kind, CSA if preset == "tiny" else 2)
     assert page is not None
-    return page, torch.full((3, schema.block_bytes), POISON, dtype=torch.uint8)
+    return page, torch.full((3, schema.bytes.block), POISON, dtype=torch.uint8)
 
 
 def hard_rows(count: int, width: int) -> Tensor:

@@ -52,7 +52,7 @@ def launch(record: str) -> Launch:
     return Launch(
         _write_records_kernel,
         (1,),
-        (arena, rows, rows, values, schema.block_bytes, width, 0, 18432),
+        (arena, rows, rows, values, schema.bytes.block, width, 0, 18432),
         {"WIDTH": width, "RECORD": record_constants(RECORDS[record])},
         {"num_warps": 4, "enable_fp_fusion": False},
     )

@@ -164,7 +164,7 @@ def _arena_digests(stack: Stack, requests: Sequence[Request]) -> dict[str, str]:
     """Of all bytes of both arenas, a request's rows in its own order: wherever the allocator puts
     them, they are the same. What belongs to nobody must be as it was."""
     manager = stack.manager
-    blocks, slots = manager.block_arena.bytes.cpu(), manager.slot_arena.bytes.cpu()
+    blocks, slots = manager.memory.block_arena.bytes.cpu(), manager.memory.slot_arena.bytes.cpu()
     owned = [block for request in requests for block in request.block_ids]
     used = [request.slot for request in requests]
     for arena, rows in ((blocks, owned), (slots, used)):
@@ -196,7 +196,7 @@ def _weights(stack: Stack, layer: int, numbers: Numbers) -> LayerWeights:
     schema = stack.schema
 
     def compressor(kind: Any) -> CompressorWeights | None:
-        layout = schema.compressor(layer, kind)
+        layout = schema.layout.compressor(layer, kind)
         if layout is None:
             return None
         ape = None
@@ -206,7 +206,7 @@ def _weights(stack: Stack, layer: int, numbers: Numbers) -> LayerWeights:
         return CompressorWeights(ape=ape, norm=norm.to(stack.device))
 
     def projection() -> KeyProjection | None:
-        layout = schema.compressor(layer, "main")
+        layout = schema.layout.compressor(layer, "main")
         if layout is None or layout.key_page is None:
             return None
         weight = numbers.normal(schema.model.index_dim, layout.width).to(torch.bfloat16)
@@ -236,7 +236,7 @@ def _stream(stack: Stack, case: Case, numbers: Numbers) -> Stream:
         forms = [
             (layout.columns, torch.float32 if layout.gated else value_dtype)
             for kind in ("main", "index")
-            if (layout := schema.compressor(layer, kind))  # type: ignore[arg-type]
+            if (layout := schema.layout.compressor(layer, kind))  # type: ignore[arg-type]
             for _ in range(1 + layout.gated)
         ]
         made = []

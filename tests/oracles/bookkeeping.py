@@ -18,20 +18,20 @@ def snapshot(manager: KVCacheManager) -> dict[str, Any]:
     """Everything the host keeps, and the device's table and step buffers."""
     return {
         "stats": manager.stats().to_dict(),
-        "free blocks": list(manager.table.allocator._free),
-        "references": list(manager.table.allocator._references),
-        "free slots": list(manager.table.free_slots),
+        "free blocks": list(manager._parts.table.allocator._free),
+        "references": list(manager._parts.table.allocator._references),
+        "free slots": list(manager._parts.table.free_slots),
         "requests": {
             slot: (
                 *(id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released),
                 *(r.written_tokens, r.reused_tokens, r.rings_exact_from, r.resume),
                 None if r.trail is None else r.trail.ids.tolist(),
             )
-            for slot, r in manager.table.live.items()
+            for slot, r in manager._parts.table.live.items()
         },
-        "table": manager.block_table.tolist(),
+        "table": manager.memory.block_table.tolist(),
         "step": manager.memory.buffers.device_buffer.tolist(),
-        "plan": id(manager.open_plan),
+        "plans": [*map(id, manager.room.open_plans)],
     }
 
 
@@ -43,10 +43,10 @@ def no_device(*given: object) -> None:
 @contextmanager
 def nothing_changes(manager: KVCacheManager) -> Iterator[None]:
     before = snapshot(manager)
-    slots = manager.slot_arena.bytes.clone()
+    slots = manager.memory.slot_arena.bytes.clone()
     yield
     assert snapshot(manager) == before
-    assert torch.equal(manager.slot_arena.bytes, slots)
+    assert torch.equal(manager.memory.slot_arena.bytes, slots)
     manager.check_invariants()
 
 

@@ -41,7 +41,7 @@ def test_as_many_fit_as_the_fullest_rank_holds_and_not_one_more(
             used = WEIGHTS.of_rank(layers, layout, last=last) + 3 * 10**9
             of = workspace_of(schema, gpus.gpu, max_step_tokens=512)
             used += of(requests) + snapshot_pool_bytes(schema, 8)
-            if used + requests * schema.request_bytes(context) > 80 * 10**9:
+            if used + requests * schema.bytes.of_request(context) > 80 * 10**9:
                 return False
         return True
 
@@ -69,8 +69,8 @@ def test_stages_have_every_layer_once_and_every_byte_of_the_cache() -> None:
     for pp in (1, 2, 3, 8, 43):
         parts = list(stages(FLASH, pp))
         assert [layer for layers, _ in parts for layer in layers] == list(range(44))
-        kept = sum(CacheSchema.build(part).bytes_per_token for _, part in parts)
-        assert kept == pytest.approx(CacheSchema.build(FLASH).bytes_per_token, rel=0.02)
+        kept = sum(CacheSchema.build(part).bytes.per_token for _, part in parts)
+        assert kept == pytest.approx(CacheSchema.build(FLASH).bytes.per_token, rel=0.02)
 
 
 def test_tensor_parallel_ranks_keep_the_whole_cache() -> None:

@@ -99,7 +99,7 @@ def life(counts: tuple[int, ...]) -> list[Tensor]:
             stack.write(plan, streams, [layer])
             found.extend(each for each in read(stack, plan, layer, asked) if each is not None)
         stack.manager.commit(plan)
-    return [*found, stack.manager.block_arena.bytes, stack.manager.slot_arena.bytes]
+    return [*found, stack.manager.memory.block_arena.bytes, stack.manager.memory.slot_arena.bytes]
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (5, 30)], ids=["decode", "drafts", "chunks"])

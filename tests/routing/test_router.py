@@ -26,7 +26,7 @@ def test_names_are_those_of_events(key: bytes | None):
         fingerprint=SCHEMA.content_fingerprint, model_id="m", block_tokens=BLOCK, key=key
     )
     ids, salt = [n % 100 for n in range(3 * BLOCK + 5)], "a tenant"
-    trail = make(prefix=options).prompt(ids, salt).trail
+    trail = make(prefix=options).prefix.prompt(ids, salt).trail
     assert trail is not None
     note = Cached(trail.chain, None, 0, trail.ids.tobytes(), salt, None)
     (event,) = Ledger(BLOCK).read([note])

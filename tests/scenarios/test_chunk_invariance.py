@@ -102,8 +102,8 @@ def assert_no_stray_bytes(life: Life) -> None:
     """Outside the records and tail rows of the tokens that were written all is still poison."""
     manager, schema = life.stack.manager, life.stack.schema
     stray = {
-        "block": manager.block_arena.bytes != POISON,
-        "slot": manager.slot_arena.bytes != POISON,
+        "block": manager.memory.block_arena.bytes != POISON,
+        "slot": manager.memory.slot_arena.bytes != POISON,
     }
     for request in life.requests:
         for layer in life.stack.layers:
@@ -120,7 +120,7 @@ def writable_runs(
     runs: list[tuple[ArenaName, int, int, int]] = []
     spec = schema.model.layers[layer]
     for kind in ("entries", "index_keys", "window"):
-        page = schema.page(kind, layer)  # type: ignore[arg-type]
+        page = schema.layout.page(kind, layer)  # type: ignore[arg-type]
         if page is None:
             continue
         rows: list[tuple[ArenaName, int, int]]
@@ -134,7 +134,7 @@ def writable_runs(
             scales = page.scale_offset_bytes + row * page.scale_stride_bytes
             runs.append((arena, at, data, page.data_row_bytes))
             runs.append((arena, at, scales, page.scale_row_bytes))
-    for plane in schema.planes:
+    for plane in schema.layout.planes:
         if plane.layer == layer and "tail" in plane.kind:
             size = min(request.length, plane.shape[0]) * plane.strides_bytes[0]
             runs.append(("slot", request.slot, plane.offset_bytes, size))
@@ -288,7 +288,7 @@ def test_a_request_that_starts_over_after_reset_slot(state: HcaState):
     stack = Stack(schema, layers=layers_to_run(schema), max_requests=1)
     request = stack.manager.admit_request()
     run(stack, request, stack.stream(1, 200), [200])
-    stack.manager.reset_slot(request)
+    stack.manager.room.reset_slot(request)
     fresh = Stack(schema, layers=layers_to_run(schema), max_requests=1)
     twin = fresh.manager.admit_request()
     stream = stack.stream(2, 131)

@@ -46,13 +46,13 @@ class CutRunner(Runner):
 
     def indexed(self) -> list[tuple[bytes, bool]]:
         """What can be found: digests, and whether there is a snapshot."""
-        assert self.manager.prefix
-        nodes = self.manager.prefix.index.nodes()
+        assert self.manager._parts.prefix
+        nodes = self.manager._parts.prefix.index.nodes()
         return sorted((node.digest, node.snapshot is not None) for node in nodes)
 
     def check_published(self, *texts: list[int]) -> int:
         """Every block that can be found is a cold run's, byte for byte. How many were looked at."""
-        prefix, seen = self.manager.prefix, set()
+        prefix, seen = self.manager._parts.prefix, set()
         assert prefix
         for ids in texts:
             manager = self.new_manager(None)
@@ -63,8 +63,10 @@ class CutRunner(Runner):
             for block, digest in enumerate(trail.chain):
                 node = prefix.index.get(digest)
                 if node is not None:
-                    found = self.manager.block_arena.bytes[node.block_id]
-                    assert torch.equal(found, manager.block_arena.bytes[request.block_ids[block]])
+                    found = self.manager.memory.block_arena.bytes[node.block_id]
+                    assert torch.equal(
+                        found, manager.memory.block_arena.bytes[request.block_ids[block]]
+                    )
                     seen.add(digest)
         assert seen == {node.digest for node in prefix.index.nodes()}
         return len(seen)
@@ -76,11 +78,11 @@ def test_it_must_be_asked_for():
     assert exact.admit().resume.exact
     runner = CutRunner()
     resume = Resume(start=FIRST, reused_tokens=REUSED, end=PROMPT, source="cut_replay", exact=False)
-    assert runner.manager.look_up(runner.manager.prompt(runner.prompt)) == resume
+    assert runner.manager.prefix.look_up(runner.manager.prefix.prompt(runner.prompt)) == resume
     request = runner.admit()
     assert (request.resume, request.approximate_from) == (resume, REUSED)
-    assert runner.manager.prefix
-    assert runner.manager.prefix._counters.hits["cut_replay"] == 1
+    assert runner.manager._parts.prefix
+    assert runner.manager._parts.prefix._counters.hits["cut_replay"] == 1
     # a snapshot that is no further back is exact, and so is a hit within a window
     near = runner.manager.admit_request([*runner.cached[:70], *tokens(2, 20)])
     assert (near.resume.source, near.resume.start, near.resume.exact) == ("snapshot", 64, True)
@@ -92,7 +94,7 @@ def test_nothing_in_front_of_it_is_read_and_what_follows_is_an_approximation():
     runner = CutRunner()
     states, expected = runner.compute(runner.prompt)  # a cut replay too
     again = runner.admit()
-    runner.manager.slot_arena.bytes[again.slot].fill_(0xFF)  # NaN in every code
+    runner.manager.memory.slot_arena.bytes[again.slot].fill_(0xFF)  # NaN in every code
     found = runner.run(runner.manager, again, runner.prompt, 256)
     assert torch.isfinite(found).all()
     # the chunks of both differ, and their results do not
@@ -124,7 +126,10 @@ def test_nothing_behind_it_is_found_again():
     for each in (request, fork):
         runner.manager.release_request(each)
     assert runner.indexed() == before
-    assert runner.manager.look_up(runner.manager.prompt(runner.prompt)).reused_tokens == REUSED
+    assert (
+        runner.manager.prefix.look_up(runner.manager.prefix.prompt(runner.prompt)).reused_tokens
+        == REUSED
+    )
     runner.manager.check_invariants()
     # the same prompt without reuse is exact, and is found then
     request = runner.manager.admit_request(runner.prompt, reuse=False)
@@ -149,7 +154,7 @@ def test_rewinds_say_whether_what_is_left_is_exact():
     assert runner.indexed() != before
     assert not different(runner.readable(runner.manager, request), runner.cold(other))
     runner.check_published(runner.cached, other)
-    runner.manager.reset_slot(request)
+    runner.manager.room.reset_slot(request)
     assert request.resume.exact
 
 
@@ -195,9 +200,9 @@ def test_it_is_not_suspended_continued_or_kept_by_tiers():
             runner.manager.tiers.suspend(request)
         with pytest.raises(RequestError, match=r"cut replay.*not continued"):
             runner.manager.continue_request(request, [*runner.prompt, 1])
-        runner.manager.release_later(request, suspend=True)
+        runner.manager.room.release_later(request, suspend=True)
         assert request not in runner.manager.requests
-        runner.manager.evict(0)
+        runner.manager.prefix.evict(0)
         assert request.released
     assert runner.manager.tiers.drain(TIMEOUT_S)
     assert tier.stats().held_records == kept.held_records == CACHED // BLOCK
@@ -278,10 +283,10 @@ class RandomLife(CutRunner):
             kept = rng.randrange(resume.end + 1, PROMPT + 40)
             self.lives[request] = [*self.lives[request][: resume.end], *tokens(9, kept)][:kept]
         elif act == "leave":
-            manager.release_later(request, suspend=rng.random() < 0.5)
+            manager.room.release_later(request, suspend=rng.random() < 0.5)
             del self.lives[request]
         elif act == "evict":
-            manager.evict(rng.randrange(4))
+            manager.prefix.evict(rng.randrange(4))
 
     def extend(self, request: Request) -> None:
         """Some more of its tokens, those of a cut replay at least; then it may generate."""
@@ -295,7 +300,7 @@ class RandomLife(CutRunner):
 
     def check(self) -> None:
         """Every block that can be found, and every live request that is exact, is a cold run's."""
-        prefix = self.manager.prefix
+        prefix = self.manager._parts.prefix
         assert prefix
         for request, ids in self.lives.items():
             self.learn(ids[: request.length])
@@ -306,13 +311,13 @@ class RandomLife(CutRunner):
                 drafts = tuple(f"{spec.layer}." for spec in SMALL.layers if spec.draft)
                 assert not [n for n in different(found, cold) if not n.startswith(drafts)]
         for node in prefix.index.nodes():
-            found = self.manager.block_arena.bytes[node.block_id]
+            found = self.manager.memory.block_arena.bytes[node.block_id]
             assert torch.equal(found, self.cold_blocks[node.digest])
         self.manager.check_invariants()
 
     def learn(self, ids: list[int]) -> None:
         """What a cold run has in the blocks of these tokens."""
-        prefix = self.manager.prefix
+        prefix = self.manager._parts.prefix
         assert prefix
         trail = prefix.prompt(torch.tensor(ids).int().numpy(), None).trail
         assert trail is not None
@@ -322,7 +327,7 @@ class RandomLife(CutRunner):
         request = manager.admit_request(len(ids))
         self.run(manager, request, ids, 100)
         for digest, block_id in zip(trail.chain, request.block_ids, strict=False):
-            self.cold_blocks[digest] = manager.block_arena.bytes[block_id].clone()
+            self.cold_blocks[digest] = manager.memory.block_arena.bytes[block_id].clone()
 
 
 @pytest.mark.nightly

@@ -71,7 +71,7 @@ class Soak:
                 policy=POLICIES[seed % len(POLICIES)], snapshots=draw.choice((1, 3, 12))
             ),
         )
-        for arena in (manager.block_arena, manager.slot_arena):
+        for arena in (manager.memory.block_arena, manager.memory.slot_arena):
             arena.bytes.fill_(0xFF)
         self.model = RandomModel(self.schema)
         self.engine = Engine(
@@ -113,11 +113,11 @@ class Soak:
             self.beginnings[draw.randrange(3)] = self.text(draw.randint(5, 60))
         if not engine._needs_mending and draw.random() < 0.05:
             with suppress(InvalidInput):  # not cached, or no longer
-                self.pins.append(engine.manager.pin(draw.choice(self.beginnings)))
+                self.pins.append(engine.manager.prefix.pin(draw.choice(self.beginnings)))
         while (
             self.pins and (len(self.pins) > 2 or draw.random() < 0.1) and not engine._needs_mending
         ):
-            engine.manager.unpin(self.pins.pop(draw.randrange(len(self.pins))))
+            engine.manager.prefix.unpin(self.pins.pop(draw.randrange(len(self.pins))))
 
     def step(self) -> None:
         draw, counts = self.random, self.counts
@@ -148,13 +148,13 @@ class Soak:
         for job in self.jobs:
             self.check(job)
         assert manager.requests == ()
-        assert manager.open_plan is None
+        assert not manager.room.open_plans
         for pin in self.pins:
-            manager.unpin(pin)
+            manager.prefix.unpin(pin)
         manager.check_invariants()
         stats = manager.stats()
         assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
-        manager.evict()
+        manager.prefix.evict()
         stats = manager.stats()
         assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
         assert stats.prefix is not None

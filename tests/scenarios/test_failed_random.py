@@ -67,7 +67,7 @@ class Life:
         for plan in plans:
             if not self.end(plan, jobs, states.get(id(plan), "missing"), plan is plans[-1]):
                 break
-        assert not self.manager.open_plans
+        assert not self.manager.room.open_plans
         self.manager.check_invariants()
         for job in jobs:
             self.look_after(job)

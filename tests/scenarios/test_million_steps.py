@@ -66,7 +66,7 @@ class Life:
             assert error.never == (in_all > BLOCKS)
             assert (error.free, error.total) == (len(self.free), BLOCKS)
         self.failed += 1
-        assert self.manager.table.allocator.free == len(self.free)
+        assert self.manager._parts.table.allocator.free == len(self.free)
         for request in self.live:
             assert request.block_ids == self.held[request]
             assert request.length == self.lengths[request]
@@ -109,7 +109,7 @@ class Life:
         elif missing > len(self.free):
             kind = OutOfBlocks
         try:
-            new_ids = self.manager.extend(request, tokens)
+            new_ids = self.manager.room.extend(request, tokens)
         except Dsv4Error as error:
             return self.expect(error, kind, in_all)
         assert kind is None
@@ -127,7 +127,7 @@ class Life:
             return self.expect(error, kind, held + 1)
         assert kind is None
         self.took(request, [block_id])
-        assert self.manager.block_id(request, held) == block_id
+        assert self.manager.room.block_id(request, held) == block_id
         self.succeeded += 1
 
     def release(self) -> None:
@@ -143,12 +143,12 @@ class Life:
         call, kind = rng.choice(
             (
                 (lambda: manager.release_request(self.gone), RequestError),
-                (lambda: manager.extend(self.gone, 1), RequestError),
+                (lambda: manager.room.extend(self.gone, 1), RequestError),
                 (lambda: manager.allocate_block(self.stranger), RequestError),
                 (lambda: manager.release_request(self.stranger), RequestError),
                 (lambda: manager.admit_request(-1), InvalidInput),
-                (lambda: manager.block_id(self.live[0], ROW), InvalidInput),
-                (lambda: manager.extend(self.live[0], float("nan")), InvalidInput),
+                (lambda: manager.room.block_id(self.live[0], ROW), InvalidInput),
+                (lambda: manager.room.extend(self.live[0], float("nan")), InvalidInput),
                 (lambda: manager.prepare_forward([(self.live[0], 1)] * 2), PlanError),
                 (lambda: manager.prepare_forward([(self.live[0], 301)]), PlanError),
             )
@@ -195,7 +195,7 @@ class Life:
                 assert request.length == self.lengths[request]
         for request, end in zip(batch, ends, strict=True):
             blocks = -(-end // BLOCK_TOKENS)
-            row = self.manager.block_table[request.slot, :blocks]
+            row = self.manager.memory.block_table[request.slot, :blocks]
             assert row.tolist() == self.held[request][:blocks]
         self.succeeded += 1
 
@@ -237,5 +237,5 @@ def test_random_steps_keep_every_block_and_slot_accounted_for(steps: int):
     assert life.failed > steps // 10
     while life.live:
         life.release()
-    assert life.manager.table.allocator.free == BLOCKS
+    assert life.manager._parts.table.allocator.free == BLOCKS
     life.check()

@@ -24,10 +24,10 @@ class Forms(Worlds):
     def poison(self) -> None:
         """All blocks and slots that are free."""
         for manager in self.managers:
-            manager.block_arena.bytes[manager.table.allocator._free] = POISON
+            manager.memory.block_arena.bytes[manager._parts.table.allocator._free] = POISON
             live = {request.slot for request in manager.requests}
-            free = [slot for slot in range(manager.max_requests) if slot not in live]
-            manager.slot_arena.bytes[free] = POISON
+            free = [slot for slot in range(manager.memory.max_requests) if slot not in live]
+            manager.memory.slot_arena.bytes[free] = POISON
             manager.memory.workspace.staging.fill_(POISON)
 
     def assert_same_records(self) -> int:
@@ -51,16 +51,16 @@ class FormsApart(Worlds):
 def records(manager: KVCacheManager, request: Request) -> Iterator[tuple[str, Tensor]]:
     """The bytes of each record that a later step can read, without padding: [records, bytes]."""
     schema, length = manager.schema, request.length
-    for page in schema.pages:
+    for page in schema.layout.pages:
         if page.kind == "window":
             positions = range(max(0, length - schema.model.window + 1), length)
             at = [(request.slot, position % page.rows) for position in positions]
-            arena = manager.slot_arena.bytes
+            arena = manager.memory.slot_arena.bytes
         else:
             ratio = schema.model.layers[page.layer].ratio
             entries = range(length // ratio)
             at = [(request.block_ids[e // page.rows], e % page.rows) for e in entries]
-            arena = manager.block_arena.bytes
+            arena = manager.memory.block_arena.bytes
         yield f"{page.kind} of layer {page.layer} at {length}", _bytes(arena, page, at)
 
 

@@ -109,9 +109,10 @@ class Attack(World):
         """What is said of a prompt beforehand is what happens."""
         manager, salt = self.manager, self.rng.choice((0, 0, 1))
         ids = self.text(self.rng.randrange(1, CONTEXT))
-        prompt = manager.prompt(np.array(ids, dtype=np.int32), "tenant" if salt else None)
+        prompt = manager.prefix.prompt(np.array(ids, dtype=np.int32), "tenant" if salt else None)
         fits, found, needed = (
-            call(prompt) for call in (manager.can_admit, manager.look_up, manager.needed_blocks)
+            call(prompt)
+            for call in (manager.room.can_admit, manager.prefix.look_up, manager.room.needed_blocks)
         )
         free = manager.stats().blocks_free
         try:
@@ -128,7 +129,7 @@ class Attack(World):
 
     def ask_and_release(self) -> None:
         manager, request = self.manager, self.rng.choice(list(self.lives))
-        said, before = manager.released_blocks(request), manager.stats()
+        said, before = manager.room.released_blocks(request), manager.stats()
         manager.release_request(request)
         del self.lives[request]
         after = manager.stats()
@@ -137,7 +138,7 @@ class Attack(World):
 
     def evict_all(self) -> None:
         evictable = self.manager.stats().blocks_evictable
-        assert self.manager.evict() == evictable
+        assert self.manager.prefix.evict() == evictable
 
     def fail(self) -> None:
         """What a layer has begun cannot be committed, whatever is said, nor be tried again."""
@@ -192,7 +193,7 @@ class Attack(World):
     def twins(self) -> None:
         """The same prompt twice, prefilled in one step, one of them without reuse."""
         ids = self.text(self.rng.randrange(1, CONTEXT))
-        prompt = self.manager.prompt(np.array(ids, dtype=np.int32))
+        prompt = self.manager.prefix.prompt(np.array(ids, dtype=np.int32))
         requests = []
         for reuse in (True, False):
             requests.append(self.manager.admit_request(prompt, reuse=reuse))
@@ -232,8 +233,8 @@ class Attack(World):
         """As an engine does that does not know how far the call came."""
         manager = self.manager
         self.layers_left = None
-        while manager.open_plan is not None:
-            manager.fail(manager.open_plan)
+        while manager.room.open_plans:
+            manager.fail(manager.room.open_plans[0])
         for request in manager.requests:
             if request not in self.lives:
                 manager.release_request(request)
@@ -244,7 +245,7 @@ class Attack(World):
             self.note_resume(request)
             if request.incomplete_from is not None or request.is_torn:
                 self.mend(request, min(request.length, request.incomplete_from or request.length))
-        prefix = manager.prefix
+        prefix = manager._parts.prefix
         assert prefix
         self.pins = list(prefix.pins._standing)
         self.check_all()
@@ -301,8 +302,8 @@ def check_end(world: Attack) -> None:
     for request in list(world.lives):
         manager.release_request(request)
     for pinned in world.pins:
-        manager.unpin(pinned)
-    manager.evict()
+        manager.prefix.unpin(pinned)
+    manager.prefix.evict()
     stats = manager.stats()
     assert stats.blocks_free == BLOCKS
     assert stats.prefix is not None

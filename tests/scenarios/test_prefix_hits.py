@@ -120,7 +120,7 @@ def test_the_last_blocks_are_gone_but_earlier_snapshots_stayed():
     stack = prefix_stack(full(), num_blocks=40)
     prompt = Text.random(stack, 0, PROMPT + 140)
     compute(stack, prompt, PROMPT)
-    assert stack.manager.evict(4) == 4
+    assert stack.manager.prefix.evict(4) == 4
     resume = check_hit(stack, prompt, PROMPT, chunk=90)
     assert (resume.source, resume.start, resume.reused_tokens) == ("snapshot", 384, 384)
 
@@ -129,7 +129,7 @@ def test_all_blocks_are_gone():
     stack = prefix_stack(full(), num_blocks=40)
     prompt = Text.random(stack, 0, PROMPT + 140)
     compute(stack, prompt, PROMPT)
-    assert stack.manager.evict() == 7
+    assert stack.manager.prefix.evict() == 7
     resume = check_hit(stack, prompt, PROMPT, chunk=200)
     assert (resume.source, resume.start, resume.reused_tokens) == ("nothing", 0, 0)
     assert stack.manager.stats().prefix.misses["evicted"] == 1
@@ -144,12 +144,15 @@ def test_snapshots_do_not_depend_on_how_the_prompt_was_cut(chunk: int):
     for stack, size in zip(stacks, (400, chunk), strict=True):
         compute(stack, prompt, 400, chunk=size)
     rows = [
-        [n.snapshot for n in sorted(s.manager.prefix.index.nodes(), key=lambda n: n.block_id)]
+        [
+            n.snapshot
+            for n in sorted(s.manager._parts.prefix.index.nodes(), key=lambda n: n.block_id)
+        ]
         for s in stacks
     ]
-    taken = [s.manager.prefix.pool.bytes[r] for s, r in zip(stacks, rows, strict=True)]
+    taken = [s.manager._parts.prefix.pool.bytes[r] for s, r in zip(stacks, rows, strict=True)]
     assert len(rows[0]) == len(rows[1]) == 3
-    layout = stacks[0].manager.prefix.pool.layout
+    layout = stacks[0].manager._parts.prefix.pool.layout
     for section in layout.sections:
         span = slice(section[0].offset_bytes, section[-1].offset_bytes + section[-1].bytes)
         assert bool((taken[0][:, span] == taken[1][:, span]).all())
@@ -219,14 +222,14 @@ def test_one_case_on_the_triton_backend():
         request = stack.manager.admit_request(text.ids[:18])
         assert (request.resume.source, request.resume.start) == (source, start)
         assert request.resume.reused_tokens == 16
-        blocks = stack.manager.block_arena.bytes[request.block_ids[:1]].clone()
+        blocks = stack.manager.memory.block_arena.bytes[request.block_ids[:1]].clone()
         run_to(stack, request, text, 20, chunk=13)
         ColdRun(stack, text.stream, 20).assert_same(stack, request)
-        assert bool((stack.manager.block_arena.bytes[request.block_ids[:1]] == blocks).all())
+        assert bool((stack.manager.memory.block_arena.bytes[request.block_ids[:1]] == blocks).all())
         stack.manager.release_request(request)
-        for node in stack.manager.prefix.index.nodes():  # then without any snapshot
+        for node in stack.manager._parts.prefix.index.nodes():  # then without any snapshot
             if node.snapshot is not None:
-                stack.manager.prefix.rows.drop(node)
+                stack.manager._parts.prefix.rows.drop(node)
 
 
 def test_ids_may_come_as_list_array_or_tensor():

@@ -102,26 +102,26 @@ class World:
         self.pins: list[PinnedPrefix] = []
         self.counts: dict[str, int] = {}
         arenas = {
-            "block": self.manager.block_arena.bytes.numpy(),
-            "slot": self.manager.slot_arena.bytes.numpy(),
+            "block": self.manager.memory.block_arena.bytes.numpy(),
+            "slot": self.manager.memory.slot_arena.bytes.numpy(),
         }
         self.compressors = [
             [
                 (tail, layout)
                 for tail, kind in (("tail", "main"), ("index_tail", "index"))
-                if (layout := self.schema.compressor(layer, kind)) is not None
+                if (layout := self.schema.layout.compressor(layer, kind)) is not None
             ]
             for layer in range(len(MODEL.layers))
         ]
         # rows of pages as int32 words, of tails as fp32, by layer and name
         self.planes: dict[tuple[int, str], np.ndarray] = {}
-        for page in self.schema.pages:
+        for page in self.schema.layout.pages:
             arena = arenas["slot" if page.kind == "window" else "block"]
             span = arena[:, page.offset_bytes : page.offset_bytes + page.payload_bytes]
             self.planes[page.layer, page.kind] = span.view(np.int32).reshape(
                 len(arena), page.rows, -1
             )
-        for plane in self.schema.planes:
+        for plane in self.schema.layout.planes:
             if "tail" in plane.kind:
                 span = arenas["slot"][:, plane.offset_bytes :][:, : plane.payload_bytes]
                 self.planes[plane.layer, plane.name] = span.view(np.float32).reshape(
@@ -135,7 +135,7 @@ class World:
     # ---- the fake model ------------------------------------------------------------------------
 
     def write(self, plan: ForwardPlan) -> None:
-        table = self.manager.block_table.numpy()
+        table = self.manager.memory.block_table.numpy()
         spans = list(zip(plan.requests, plan.starts.tolist(), plan.counts.tolist(), strict=True))
         stamps = np.array([s for r, a, n in spans for s in self.lives[r].stamps[a : a + n]])
         for layer, spec in enumerate(MODEL.layers):
@@ -239,7 +239,7 @@ class World:
     def check_bytes(self, request: Request) -> None:
         life, length = self.lives[request], request.length
         stamps = np.array(life.stamps[: max(length, request.reused_tokens)], dtype=np.int64)
-        table = self.manager.block_table.numpy()[request.slot]
+        table = self.manager.memory.block_table.numpy()[request.slot]
         ids = np.array(request.block_ids, dtype=np.int64)
         computed = max(length, request.reused_tokens)
         used = -(-computed // BLOCK)
@@ -282,10 +282,10 @@ class World:
 
     def poison_free(self) -> None:
         manager = self.manager
-        manager.block_arena.bytes.numpy()[manager.table.allocator._free] = 0xFF
-        manager.slot_arena.bytes.numpy()[manager.table.free_slots] = 0xFF
-        assert manager.prefix
-        manager.prefix.pool.bytes.numpy()[manager.prefix.rows._free] = 0xFF
+        manager.memory.block_arena.bytes.numpy()[manager._parts.table.allocator._free] = 0xFF
+        manager.memory.slot_arena.bytes.numpy()[manager._parts.table.free_slots] = 0xFF
+        assert manager._parts.prefix
+        manager._parts.prefix.pool.bytes.numpy()[manager._parts.prefix.rows._free] = 0xFF
 
     def check_all(self) -> None:
         self.manager.check_invariants()
@@ -347,7 +347,7 @@ class World:
 
     def extend(self) -> None:
         request = self.rng.choice(list(self.lives))
-        self.manager.extend(request, self.rng.randrange(60))
+        self.manager.room.extend(request, self.rng.randrange(60))
 
     def release(self) -> None:
         request = self.rng.choice(list(self.lives))
@@ -356,17 +356,17 @@ class World:
 
     def reset(self) -> None:
         request = self.rng.choice(list(self.lives))
-        self.manager.reset_slot(request)
+        self.manager.room.reset_slot(request)
         self.note(request, Life(self.text(self.rng.randrange(1, 60)), self.lives[request].salt))
 
     def evict(self) -> None:
-        self.manager.evict(self.rng.randrange(6))
+        self.manager.prefix.evict(self.rng.randrange(6))
 
     def pin(self) -> None:
         if self.pins and self.rng.random() < 0.6:
-            self.manager.unpin(self.pins.pop(self.rng.randrange(len(self.pins))))
+            self.manager.prefix.unpin(self.pins.pop(self.rng.randrange(len(self.pins))))
         else:
-            self.pins.append(self.manager.pin(self.rng.choice(self.texts)[:64]))
+            self.pins.append(self.manager.prefix.pin(self.rng.choice(self.texts)[:64]))
 
     def step(self) -> None:
         batch = self.rng.sample(
@@ -493,8 +493,8 @@ def test_random_calls_keep_every_byte_right(policy: SnapshotPolicy, steps: int, 
     for request in list(world.lives):
         manager.release_request(request)
     for pinned in world.pins:
-        manager.unpin(pinned)
-    manager.evict()
+        manager.prefix.unpin(pinned)
+    manager.prefix.evict()
     assert manager.stats().blocks_free == BLOCKS
     assert manager.stats().prefix.snapshots_used == 0
     manager.check_invariants()

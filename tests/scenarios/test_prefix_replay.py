@@ -49,8 +49,8 @@ class Runner:
         manager = KVCacheManager(
             self.schema, num_blocks=40, max_requests=2, max_step_tokens=256, prefix=prefix
         )
-        manager.block_arena.bytes.fill_(POISON)
-        manager.slot_arena.bytes.fill_(POISON)
+        manager.memory.block_arena.bytes.fill_(POISON)
+        manager.memory.slot_arena.bytes.fill_(POISON)
         return manager
 
     def run(

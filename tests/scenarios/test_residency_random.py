@@ -97,7 +97,7 @@ class Worlds:
         below = {}
         if schemas[1].entries_apart:
             below = {
-                "host_memory": BLOCKS * schemas[1].entries_bytes,
+                "host_memory": BLOCKS * schemas[1].bytes.entries,
                 "hot_rows": (1 + drafts) * spec.index_topk + 3,
             }
         self.managers = (
@@ -162,7 +162,7 @@ class Worlds:
 
     def reset(self) -> None:
         pair = self.rng.choice(self.pairs)
-        self.both(lambda manager, nth: manager.reset_slot(pair.requests[nth]))
+        self.both(lambda manager, nth: manager.room.reset_slot(pair.requests[nth]))
         pair.cut(0)
         self.count("reset")
 
@@ -263,7 +263,7 @@ class Worlds:
     def poison(self) -> None:
         """All that the second manager has and does not use."""
         manager = self.managers[1]
-        residency, entries = manager._residency, manager.memory.entries
+        residency, entries = manager._parts.residency, manager.memory.entries
         assert residency is not None
         assert entries is not None
         places, unused = residency.places, ~residency.places.in_host
@@ -272,7 +272,7 @@ class Worlds:
         unused[residency.copies.on_their_way()] = False
         entries.arena.bytes[places._free] = POISON
         residency._pool.bytes[torch.from_numpy(unused)] = POISON
-        manager.block_arena.bytes[manager.table.allocator._free] = POISON
+        manager.memory.block_arena.bytes[manager._parts.table.allocator._free] = POISON
         for page in entries.layout.pages:
             hot = entries.hot[page.layer]
             at = (hot.entry_of < 0).nonzero()

@@ -62,9 +62,9 @@ class Life(TieredLife[int]):
     def __init__(self, name: str, seed: int, root: Path) -> None:
         super().__init__(seed)
         _, schema, self.model = world(name)
-        record = schema.block_bytes + 8192
+        record = schema.bytes.block + 8192
         self.host = HostTier(self.draw.choice((12, 40)) * record)
-        self.disk = DiskTier(root, self.draw.choice((12, 60)) * (record + schema.entries_bytes))
+        self.disk = DiskTier(root, self.draw.choice((12, 60)) * (record + schema.bytes.entries))
         below = self.draw.random() < 0.5
         self.spare = self.draw.choice((0, 3, 12))
         self.manager = KVCacheManager(
@@ -73,7 +73,7 @@ class Life(TieredLife[int]):
             max_requests=SLOTS,
             max_step_tokens=STEP,
             prefix=PrefixOptions(policy=full(), snapshots=8, model_id="x"),
-            host_memory=(BLOCKS + self.spare) * schema.entries_bytes,
+            host_memory=(BLOCKS + self.spare) * schema.bytes.entries,
             tiers=[self.host, self.disk] if below else [self.host],
         )
         self.texts = [ids for ids, _ in texts(name)]
@@ -152,7 +152,7 @@ class Life(TieredLife[int]):
         self.fetches.append(self.manager.tiers.fetch(ids))
 
     def evict(self) -> None:
-        self.manager.evict(self.draw.choice((2, BLOCKS, BLOCKS)))
+        self.manager.prefix.evict(self.draw.choice((2, BLOCKS, BLOCKS)))
 
     def drop(self) -> None:
         """The tier loses a record, as when it was refused."""
@@ -165,16 +165,16 @@ class Life(TieredLife[int]):
     def check(self) -> None:
         manager = self.manager
         manager.check_invariants()
-        residency = manager._residency
+        residency = manager._parts.residency
         assert residency is not None
-        assert manager.prefix
+        assert manager._parts.prefix
         hosts, places = residency.places.hosts, residency.places
         assert isinstance(hosts, SharedHostRows)
         residency._pool.bytes[hosts.free_rows()] = POISON
         entries = manager.memory.entries
         assert entries is not None
         entries.arena.bytes[places._free] = POISON
-        manager.block_arena.bytes[manager.table.allocator._free] = POISON
+        manager.memory.block_arena.bytes[manager._parts.table.allocator._free] = POISON
         with self.host._lock:
             records = [self.host._rows.get(key) for key in [*self.host._rows]]
             for record in records:
@@ -183,17 +183,17 @@ class Life(TieredLife[int]):
                 loan = record.value.loan
                 assert loan is not None
                 assert hosts.is_lent(loan.row)
-                node = manager.prefix.index.get(record.key.digest)
+                node = manager._parts.prefix.index.get(record.key.digest)
                 here = node is not None and places.in_host[node.block_id]
                 self.shared += here and hosts.row_of[node.block_id] == loan.row  # type: ignore[union-attr]
                 self.kept += node is None
 
     def check_once(self) -> None:
         """When all is quiet, nothing is in host memory twice."""
-        manager, residency = self.manager, self.manager._residency
+        manager, residency = self.manager, self.manager._parts.residency
         assert residency is not None
-        assert manager.prefix
-        for node in manager.prefix.index.nodes():
+        assert manager._parts.prefix
+        for node in manager._parts.prefix.index.nodes():
             label = next((k for k in self.host._rows if k.digest == node.digest), None)
             entry = None if label is None else self.host._rows.get(label)
             if entry is None or entry.key.kind is not Kind.BLOCK:
@@ -211,14 +211,14 @@ class Life(TieredLife[int]):
         manager = self.manager
         assert manager.tiers.drain(TIMEOUT_S)
         self.check_once()
-        manager.evict()
+        manager.prefix.evict()
         stats = manager.stats()
         assert stats.transfers is not None
         assert (stats.blocks_free, stats.transfers.records_refused) == (stats.blocks_total, 0)
         manager.check_invariants()
         for tier in (self.host, self.disk):
             tier.close(TIMEOUT_S)
-        residency = manager._residency
+        residency = manager._parts.residency
         assert residency is not None
         hosts = residency.places.hosts
         assert isinstance(hosts, SharedHostRows)

@@ -26,8 +26,8 @@ class Life(TieredLife[Text]):
     def __init__(self, seed: int, root: Path) -> None:
         super().__init__(seed)
         self.tiers = [
-            HostTier(self.draw.choice((8, 20)) * (SCHEMA.block_bytes + 8192)),
-            DiskTier(root / "tier", self.draw.choice((12, 60)) * (SCHEMA.block_bytes + 8192)),
+            HostTier(self.draw.choice((8, 20)) * (SCHEMA.bytes.block + 8192)),
+            DiskTier(root / "tier", self.draw.choice((12, 60)) * (SCHEMA.bytes.block + 8192)),
         ]
         self.stack = stack_with(
             self.tiers[self.draw.choice((0, 0, 1)) :],
@@ -89,7 +89,7 @@ class Life(TieredLife[Text]):
         self.fetches.append(self.manager.tiers.fetch(text.ids[: self.draw.randrange(1, LONGEST)]))
 
     def evict(self) -> None:
-        self.manager.evict(self.draw.randrange(1, 9))
+        self.manager.prefix.evict(self.draw.randrange(1, 9))
 
     def end(self) -> None:
         """Nothing is left on the way, and nothing was ever refused."""
@@ -100,7 +100,7 @@ class Life(TieredLife[Text]):
             self.check(request, text)
             self.manager.release_request(request)
         assert self.manager.tiers.drain(TIMEOUT_S)
-        self.manager.evict()
+        self.manager.prefix.evict()
         stats = self.manager.stats()
         assert stats.transfers is not None
         assert (stats.blocks_free, stats.transfers.records_refused) == (stats.blocks_total, 0)

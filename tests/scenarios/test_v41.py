@@ -119,8 +119,8 @@ def test_prefix_hits_are_cold_runs(policy: SnapshotPolicy, form: PageForm):
 
 def test_a_snapshot_has_windows_and_no_pair():
     stack = tiny_stack(0, model=TINY, prefix=PrefixOptions(policy=full(), snapshots=2))
-    assert stack.manager.prefix
-    layout = stack.manager.prefix.pool.layout
+    assert stack.manager._parts.prefix
+    layout = stack.manager._parts.prefix.pool.layout
     backbone = sum(not spec.draft for spec in TINY.layers)
     assert layout.payload_bytes == backbone * 127 * stack.schema.window_format.record_bytes
     flash = CacheSchema.build(ModelSpec.preset("v41-flash"))
@@ -163,7 +163,7 @@ def test_a_draft_that_rejected_tokens_have_robbed_of_a_row_is_refused(drafts: in
     run_to(stack, request, stream, 40)
     expected = drafted(stack, request)
     for kept in range(1 + drafts, -1, -1):
-        stack.manager.reset_slot(request)
+        stack.manager.room.reset_slot(request)
         run_to(stack, request, stream, 40 - kept)
         stack.step([(request, stream, 1 + drafts)], accepted=[kept])
         assert request.length == 40
@@ -183,8 +183,8 @@ def test_metrics_count_its_bytes():
     run_to(stack, request, text, 300)
     lines = prometheus_text(stack.manager).splitlines()
     schema = stack.schema
-    assert f'dsv4_live_bytes{{arena="block"}} {3.0 * schema.block_bytes}' in lines
-    assert f'dsv4_live_bytes{{arena="slot"}} {float(schema.slot_bytes)}' in lines
+    assert f'dsv4_live_bytes{{arena="block"}} {3.0 * schema.bytes.block}' in lines
+    assert f'dsv4_live_bytes{{arena="slot"}} {float(schema.bytes.slot)}' in lines
     assert "dsv4_live_tokens 300.0" in lines
     stack.manager.release_request(request)
     cached = {

@@ -81,7 +81,7 @@ class Life:
             prefix=PrefixOptions(policy=policy, snapshots=draw.choice((2, 9)), model_id="toy"),
             tiers=self.tiers,
         )
-        for arena in (self.manager.block_arena, self.manager.slot_arena):
+        for arena in (self.manager.memory.block_arena, self.manager.memory.slot_arena):
             arena.bytes.fill_(0xFF)
         self.model = RandomModel(self.schema)
         first = self.text(TOKENS)
@@ -121,7 +121,7 @@ class Life:
             self.manager.recover()
             self.fail()
             self.take_stock()
-        assert not self.manager.open_plans
+        assert not self.manager.room.open_plans
         self.manager.check_invariants()
 
     def take_stock(self) -> None:
@@ -132,8 +132,8 @@ class Life:
             self.manager.release_request(request)
 
     def fail(self) -> None:
-        while self.manager.open_plans:
-            self.manager.fail(self.manager.open_plans[0])
+        while self.manager.room.open_plans:
+            self.manager.fail(self.manager.room.open_plans[0])
             self.seen["failed"] += 1
         for job in self.jobs:
             if job.request.is_torn:
@@ -175,7 +175,7 @@ class Life:
             self.seen["rewinds"] += 1
 
     def evict(self) -> None:
-        self.seen["evicted"] += self.manager.evict(self.draw.randint(1, 12))
+        self.seen["evicted"] += self.manager.prefix.evict(self.draw.randint(1, 12))
 
     def suspend(self) -> None:
         job = self.job()
@@ -270,7 +270,7 @@ class Life:
             manager.release_request(job.request)
         if self.tiers:
             assert manager.tiers.drain(TIMEOUT_S)
-        manager.evict()
+        manager.prefix.evict()
         stats = manager.stats()
         assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
         manager.check_invariants()

@@ -49,8 +49,8 @@ class Tight(StandIn):
         full = super().open(room)
         if room.host_memory_bytes is not None:
             return full
-        memory = full.manager.memory_bytes().total
-        arena = full.manager.memory_bytes().block_arena
+        memory = full.manager.memory.memory_bytes().total
+        arena = full.manager.memory.memory_bytes().block_arena
         tight: dict[str, Any] = {name: getattr(room, name) for name in room.__slots__}
         return super().open(Room(**{**tight, "memory_bytes": memory - arena // 2}))
 

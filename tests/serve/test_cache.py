@@ -141,7 +141,7 @@ def test_usage_says_which_tier_had_it() -> None:
 
         def evict() -> None:
             manager.tiers.drain(30.0)
-            manager.evict()
+            manager.prefix.evict()
 
         server.state.runner.call(evict).result(60)
         found = usage(server, "u" * 300)["prompt_tokens_details"]

@@ -70,4 +70,4 @@ def test_a_model_opens_on_the_room_that_it_is_given() -> None:
         StandIn().open(Room(**sizes, memory_bytes=1 << 16, prefix=PrefixOptions()))
     memory = 32 << 20
     opened = StandIn().open(Room(**sizes, memory_bytes=memory, prefix=PrefixOptions()))
-    assert opened.manager.memory_bytes().total <= memory
+    assert opened.manager.memory.memory_bytes().total <= memory

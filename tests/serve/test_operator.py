@@ -132,7 +132,7 @@ def test_usage_says_why_a_prompt_was_not_cached() -> None:
         assert "differs from a cached prompt at token 200" in other["text"]
         (salted,) = usage(server, "e" * 300, cache_salt="mine")["cache_debug"]
         assert salted == {**cold[0], "is_complete": True}
-        server.state.runner.call(server.engine.manager.evict).result(60)
+        server.state.runner.call(server.engine.manager.prefix.evict).result(60)
         (gone,) = usage(server, "e" * 300)["cache_debug"]
         assert gone["kind"] == "evicted"
         assert gone["leaving"]["rule"] == "asked"

@@ -81,7 +81,7 @@ def test_quotas_are_set_seen_and_kept(tmp_path: Path) -> None:
         running(quotas=True, host_tier_bytes=16 << 20) as server,
         server.http() as client,
     ):
-        size = server.state.runner.manager.schema.block_bytes
+        size = server.state.runner.manager.schema.bytes.block
         put = client.put("/api/quota/a", json={"device_bytes": 2 * size, "host_bytes": 1 << 20})
         assert put.status_code == 200, put.text
         assert put.json()["quota"] == {
@@ -115,7 +115,7 @@ def test_quotas_are_set_seen_and_kept(tmp_path: Path) -> None:
 
 def test_a_quota_of_host_memory_counts_entries() -> None:
     with running(quotas=True, host_memory_bytes=64 << 20) as server, server.http() as client:
-        each = server.state.runner.manager.schema.entries_bytes
+        each = server.state.runner.manager.schema.bytes.entries
         put = client.put("/api/quota/a", json={"host_bytes": 2 * each})
         assert put.status_code == 200, put.text
         usage(server, "q" * 150, cache_salt="a")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from dsv4.cache.prefix.prefixes import Prefixes
 from dsv4.errors import RecoveryNeeded
 from dsv4.serve import process
 from dsv4.serve.bodies import MOST_PARTS, STRING, brackets, count_parts
@@ -405,7 +406,7 @@ def test_what_is_kept_is_let_go_later_if_it_cannot_be_now(monkeypatch: pytest.Mo
     with running() as server:
         keeper, manager = server.state.runner.keeper, server.engine.manager
         keeper.clock = lambda: clock[0]
-        unpin = type(manager).unpin
+        unpin = Prefixes.unpin
 
         def fails(*given: Any) -> None:
             calls[0] += 1
@@ -413,7 +414,7 @@ def test_what_is_kept_is_let_go_later_if_it_cannot_be_now(monkeypatch: pytest.Mo
                 raise RecoveryNeeded("a step was interrupted")
             unpin(*given)
 
-        monkeypatch.setattr(type(manager), "unpin", fails)
+        monkeypatch.setattr(Prefixes, "unpin", fails)
         with server.http() as client:
             kept = {"cache_control": {"type": "ephemeral"}, "session_id": "one"}
             asked = client.post(PATHS[0], json={**ASK, "prompt": "k" * 140, **kept})

@@ -276,7 +276,7 @@ def test_a_client_that_disconnects_frees_its_memory_within_one_step(
         runner.after_step.remove(look)
     assert len(cancelled) == len(freed) == 1
     assert freed[0] - cancelled[0] <= 1
-    assert engine.manager.stats().slots_free == engine.manager.max_requests
+    assert engine.manager.stats().slots_free == engine.manager.memory.max_requests
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:

@@ -82,7 +82,7 @@ def plain_lru(trace: Sequence[TraceRequest], capacity: int) -> int:
 def test_with_a_capacity_it_is_near_a_plain_list(capacity: int) -> None:
     trace = [replace(each, input_tokens=512 * len(each.names) + 1) for each in load(2000, talks=30)]
     schema = CacheSchema.build(FLASH, block_tokens=512)
-    memory = capacity * schema.block_bytes + schema.bytes_per_request
+    memory = capacity * schema.bytes.block + schema.bytes.per_request
     one = setup(512, untimed=True, policy="lru", memory_bytes=memory, max_requests=1, snapshots=0)
     blocks = sum(len(each.names) for each in trace)
     own, plain = hit(simulate(trace, one)) / 512, plain_lru(trace, capacity)

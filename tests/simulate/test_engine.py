@@ -165,10 +165,10 @@ def test_the_same_happens_as_on_the_engine(
     turns = played(engine, seed, sessions=sessions)
     names, digests = Names(), dict[bytes, int]()
     for turn in turns:
-        trail = manager.prefix.trail(token_ids(turn.job.tokens), None)
+        trail = manager._parts.prefix.trail(token_ids(turn.job.tokens), None)
         trail.hash_blocks(len(turn.job.tokens) // SCHEMA.block_tokens)
         digests.update(zip(trail.chain, names.of(turn.job.tokens), strict=True))
-    real = [(each.what, digests[each.digest]) for each in manager.take_events()]
+    real = [(each.what, digests[each.digest]) for each in manager.prefix.take_events()]
     stats = manager.stats().prefix
     assert stats is not None
     rows = 0 if snapshots.kind == "zero" else ROWS

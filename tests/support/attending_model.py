@@ -62,7 +62,7 @@ class AttendingModel:
         }
         self.layers = []
         for layer in schema.layers:
-            layouts = [schema.compressor(layer.spec.layer, k) for k in ("main", "index")]
+            layouts = [schema.layout.compressor(layer.spec.layer, k) for k in ("main", "index")]
             compressors = [
                 found
                 and CompressorWeights(

@@ -28,7 +28,11 @@ TINY_LAYERS = range(len(TINY.layers))
 def written(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
     """All that an append can write."""
     manager = stack.manager
-    return manager.block_arena.bytes, manager.slot_arena.bytes, manager.memory.workspace.staging
+    return (
+        manager.memory.block_arena.bytes,
+        manager.memory.slot_arena.bytes,
+        manager.memory.workspace.staging,
+    )
 
 
 class Both:

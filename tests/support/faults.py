@@ -57,15 +57,16 @@ class Faults:
 
 def everything(manager: KVCacheManager) -> dict[str, Any]:
     """All that somebody could read: what is free on the device is left out."""
-    table, prefix = manager.table, manager.prefix
+    table, prefix = manager._parts.table, manager._parts.prefix
     allocator = table.allocator
     kept = [b for b in range(allocator.total) if b not in set(allocator._free)]
     live = sorted(table.live)
     found: dict[str, Any] = {
-        "blocks": {b: _bytes(manager.block_arena.bytes[b]) for b in kept},
-        "slots": {s: _bytes(manager.slot_arena.bytes[s]) for s in live},
+        "blocks": {b: _bytes(manager.memory.block_arena.bytes[b]) for b in kept},
+        "slots": {s: _bytes(manager.memory.slot_arena.bytes[s]) for s in live},
         "table": {
-            s: manager.block_table[s, : r.published_blocks].tolist() for s, r in table.live.items()
+            s: manager.memory.block_table[s, : r.published_blocks].tolist()
+            for s, r in table.live.items()
         },
         "free": sorted(allocator._free),
         "references": list(allocator._references),
@@ -80,7 +81,7 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
             )
             for s, r in table.live.items()
         },
-        "plan": id(manager.open_plan),
+        "plans": [*map(id, manager.room.open_plans)],
         "stats": manager.stats().to_dict(),
     }
     if prefix:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsv4.cache.changes import release_now
 from dsv4.cache.handoff.handoff import Handoff
 from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
@@ -69,7 +70,7 @@ def grown(stack: Stack, text: Text, length: int, *, chunk: int = 64) -> Request:
 
 def tidy(manager: KVCacheManager) -> None:
     """Any call that changes the manager lets go what is over; this one does nothing else."""
-    manager._release_now()
+    release_now(manager)
 
 
 def until(manager: KVCacheManager, condition: Callable[[], bool]) -> None:
@@ -96,11 +97,11 @@ def assert_nothing_left(*stacks: Stack) -> None:
         until(manager, is_empty)
         manager.check_invariants()
         if manager.prefix:
-            manager.evict()
+            manager.prefix.evict()
         stats = manager.stats()
         assert stats.blocks_free == stats.blocks_total
         assert stats.slots_free == stats.slots_total
-        table = manager.table
+        table = manager._parts.table
         assert table.holdings == {}
         assert handoff.side.pledges.free == handoff.side.options.offers
         assert handoff.side.rows.free == handoff.side.options.states

@@ -99,7 +99,7 @@ class LateGpu:
     def make_late(self, manager: KVCacheManager) -> None:
         """All copies of this manager that run beside its steps: to and from host memory, of tiers,
         and what comes up for chunks."""
-        residency, backend = manager._residency, manager.backend
+        residency, backend = manager._parts.residency, manager._parts.backend
         assert residency is not None
         self._make_copies_late(residency.copies.host._copies)
         if manager.tiers:

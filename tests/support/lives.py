@@ -43,7 +43,7 @@ def tiny_stack(
     layers = layers_to_run(schema) if options.get("prefix") is None else all_layers
     stack = Stack(schema, layers=layers, **options)
     if stack.manager.prefix:
-        stack.manager.prefix.pool.bytes.fill_(POISON)
+        stack.manager._parts.prefix.pool.bytes.fill_(POISON)
     return stack
 
 

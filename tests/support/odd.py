@@ -71,7 +71,11 @@ def odd_life(seed: int, stacks: Sequence[Stack]) -> list[tuple[Tensor, Tensor, T
             rope=stack.weights[CSA].rope,
             top_k=TOP_K,
         )
-        found = [selected, stack.manager.block_arena.bytes, stack.manager.slot_arena.bytes]
+        found = [
+            selected,
+            stack.manager.memory.block_arena.bytes,
+            stack.manager.memory.slot_arena.bytes,
+        ]
         results.append(tuple(each.cpu().clone() for each in found))
     return results  # type: ignore[return-value]
 

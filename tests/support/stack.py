@@ -81,8 +81,8 @@ class Stack:
             handoff=handoff,
             batch_invariant=batch_invariant,
         )
-        self.manager.block_arena.bytes.fill_(POISON)
-        self.manager.slot_arena.bytes.fill_(POISON)
+        self.manager.memory.block_arena.bytes.fill_(POISON)
+        self.manager.memory.slot_arena.bytes.fill_(POISON)
         self.spread = spread
         numbers = Numbers(seed)
         tables = {
@@ -101,7 +101,7 @@ class Stack:
 
         compressors = []
         for kind in ("main", "index"):
-            layout = self.schema.compressor(layer, kind)  # type: ignore[arg-type]
+            layout = self.schema.layout.compressor(layer, kind)  # type: ignore[arg-type]
             biased = layout is not None and layout.key_page is None
             compressors.append(
                 layout
@@ -110,7 +110,7 @@ class Stack:
                     norm=random(layout.width),
                 )
             )
-        main, model = self.schema.compressor(layer, "main"), self.schema.model
+        main, model = self.schema.layout.compressor(layer, "main"), self.schema.model
         projection = None
         if main is not None and main.key_page is not None:
             dtype = getattr(torch, self.schema.entry_format.value_dtype)
@@ -140,7 +140,7 @@ class Stack:
             forms = [
                 (layout.columns, torch.float32 if layout.gated else value_dtype)
                 for kind in ("main", "index")
-                if (layout := self.schema.compressor(layer, kind))  # type: ignore[arg-type]
+                if (layout := self.schema.layout.compressor(layer, kind))  # type: ignore[arg-type]
                 for _ in range(2 if layout.gated else 1)
             ]
             result.projections[layer] = tuple(random(width).to(dtype) for width, dtype in forms)
@@ -204,8 +204,8 @@ def logical_bytes(stack: Stack, request: Request) -> tuple[Tensor, Tensor]:
     blocks = stack.schema.blocks_for(request.length)
     ids = torch.tensor(request.block_ids[:blocks], dtype=torch.long)
     return (
-        manager.block_arena.bytes.cpu()[ids].clone(),
-        manager.slot_arena.bytes.cpu()[request.slot].clone(),
+        manager.memory.block_arena.bytes.cpu()[ids].clone(),
+        manager.memory.slot_arena.bytes.cpu()[request.slot].clone(),
     )
 
 

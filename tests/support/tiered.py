@@ -63,12 +63,12 @@ def keep(stack: Stack, text: Text, tokens: int) -> None:
 
 def empty(stack: Stack) -> None:
     """Nothing is cached on the device, and what is free is poisoned."""
-    stack.manager.evict()
+    stack.manager.prefix.evict()
     assert stack.manager.stats().blocks_free == stack.manager.stats().blocks_total
-    stack.manager.block_arena.bytes.fill_(POISON)
-    stack.manager.slot_arena.bytes.fill_(POISON)
-    assert stack.manager.prefix
-    stack.manager.prefix.pool.bytes.fill_(POISON)
+    stack.manager.memory.block_arena.bytes.fill_(POISON)
+    stack.manager.memory.slot_arena.bytes.fill_(POISON)
+    assert stack.manager._parts.prefix
+    stack.manager._parts.prefix.pool.bytes.fill_(POISON)
 
 
 def assert_like_cold(stack: Stack, request: Request, text: Text) -> None:
@@ -82,15 +82,15 @@ def assert_like_cold(stack: Stack, request: Request, text: Text) -> None:
     expected, _ = logical_bytes(cold, alone)
     found, _ = logical_bytes(stack, request)
     kept = plane_bytes(stack.schema)
-    assert kept.sum() > 0.9 * stack.schema.block_bytes
+    assert kept.sum() > 0.9 * stack.schema.bytes.block
     assert torch.equal(found[: len(expected), kept], expected[:, kept])
 
 
 def plane_bytes(schema: CacheSchema) -> Tensor:
     """bool [block_bytes]: what belongs to a plane. Padding is poison where a step wrote around it
     and zero where a state was put back."""
-    kept = torch.zeros(schema.block_bytes, dtype=torch.bool)
-    for page in schema.pages:
+    kept = torch.zeros(schema.bytes.block, dtype=torch.bool)
+    for page in schema.layout.pages:
         if page.kind != "window":
             kept[page.offset_bytes : page.offset_bytes + page.payload_bytes] = True
     return kept

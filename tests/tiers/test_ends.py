@@ -107,7 +107,7 @@ def test_a_manager_closes_its_tiers_way_and_goes_on_without(kind: str, tmp_path:
     assert manager.tiers.suspend(request).stored is False  # and nothing is kept
     assert manager.tiers.drain(TIMEOUT_S)
     manager.check_invariants()
-    manager.evict()
+    manager.prefix.evict()
     assert manager.stats().blocks_free == manager.stats().blocks_total
     held = tier.stats().held_records
     other = stack_with([tier])  # the tier itself is the caller's

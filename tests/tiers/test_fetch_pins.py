@@ -63,7 +63,7 @@ def test_blocks_that_a_fetch_keeps_are_waited_for():
     with pytest.raises(OutOfBlocks, match="wait for") as caught:
         manager.admit_request(3 * 128)
     assert (caught.value.never, caught.value.pinned) == (False, 0)
-    assert not manager.can_admit(3 * 128)
+    assert not manager.room.can_admit(3 * 128)
     fetch.cancel()
     manager.release_request(manager.admit_request(3 * 128))
     manager.check_invariants()
@@ -74,13 +74,13 @@ def test_blocks_that_a_caller_pins_too_are_not_waited_for():
     stack, text = half_cached(tier, num_blocks=4)
     manager = stack.manager
     tier.is_silent = True
-    pinned = manager.pin(text.ids[:128])
+    pinned = manager.prefix.pin(text.ids[:128])
     fetch = manager.tiers.fetch(text.ids[:400])
     with pytest.raises(OutOfBlocks, match=r"1 pinned.*unpin something") as caught:
         manager.admit_request(4 * 128)
     assert (caught.value.never, caught.value.pinned) == (True, 1)
     fetch.cancel()
-    manager.unpin(pinned)
+    manager.prefix.unpin(pinned)
     manager.admit_request(4 * 128)
 
 
@@ -89,7 +89,7 @@ def test_blocks_that_a_caller_pins_too_are_not_waited_for():
 def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: bool):
     stack, text = half_cached(HostTier(8 << 20))
     manager = stack.manager
-    assert manager.prefix
+    assert manager._parts.prefix
     files = (
         "/cache/changes.py",
         "/prefix/cache.py",
@@ -110,7 +110,7 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
                     time.sleep(0.001)
         is_over = interrupts.count <= at
         try:
-            manager.evict(0)
+            manager.prefix.evict(0)
         except RecoveryNeeded:
             found += 1
             manager.recover()
@@ -120,9 +120,9 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
         elif manager.tiers:  # it was over, and did not come to its caller
             for each in tuple(manager.tiers.fetches.open):
                 each.cancel()
-        assert manager.prefix.pins._standing == set(), at
+        assert manager._parts.prefix.pins._standing == set(), at
         manager.check_invariants()
-        manager.evict()
+        manager.prefix.evict()
         stats = manager.stats()
         assert (stats.blocks_free, stats.blocks_in_flight) == (stats.blocks_total, 0)
         request = manager.admit_request(text.ids[:260])

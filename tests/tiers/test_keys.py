@@ -72,7 +72,7 @@ def manager(key: bytes | None = None) -> KVCacheManager:
 
 
 def names(made: KVCacheManager, salt: str | None = None) -> list[bytes]:
-    trail = made.prompt(IDS, salt).trail
+    trail = made.prefix.prompt(IDS, salt).trail
     assert trail is not None
     states = [trail.state_digests(tokens)[0] for tokens in (BLOCK + 3, 5)]
     return [trail.root, *trail.chain, *states]
@@ -110,7 +110,7 @@ def test_names_are_those_of_the_description() -> None:
 def test_a_name_and_the_tokens_after_it_do_not_give_the_next_name() -> None:
     """As they do without a key: whoever lists a store could ask whether a prompt went on so."""
     for key, can in ((None, True), (MINE, False)):
-        trail = manager(key).prompt(IDS).trail
+        trail = manager(key).prefix.prompt(IDS).trail
         assert trail is not None
         guess = TokenTrail(trail.chain[0], BLOCK, IDS[BLOCK:])
         assert (guess.digest(0) == trail.chain[1]) is can
@@ -131,7 +131,7 @@ def test_names_without_a_key_are_what_they_were() -> None:
 
 def test_a_prompt_of_another_key_is_refused() -> None:
     mine, theirs, none = manager(MINE), manager(THEIRS), manager()
-    prompt = mine.prompt(IDS)
+    prompt = mine.prefix.prompt(IDS)
     assert manager(MINE).admit_request(prompt).length == 0
     for other in (theirs, none):
         with pytest.raises(InvalidInput, match="another schema or model, or with another key"):
@@ -351,13 +351,13 @@ def test_what_lies_on_disk_is_encrypted_and_comes_back(tmp_path: Path) -> None:
     files = [path.read_bytes() for path in (tmp_path / "tier" / "1").glob("*/*/*")]
     assert len(files) >= 5
     assert all(data[8:10] == b"\x01\xc0" for data in files)
-    assert stack.manager.prefix
-    chain = stack.manager.prompt(text.ids[:700]).trail
+    assert stack.manager._parts.prefix
+    chain = stack.manager.prefix.prompt(text.ids[:700]).trail
     assert chain is not None
     for digest in chain.chain:
-        node = stack.manager.prefix.index.get(digest)
+        node = stack.manager._parts.prefix.index.get(digest)
         assert node is not None
-        block = bytes(stack.manager.block_arena.bytes[node.block_id].numpy())
+        block = bytes(stack.manager.memory.block_arena.bytes[node.block_id].numpy())
         pieces = [block[at : at + 16] for at in range(0, len(block) - 16, 4096)]
         assert not any(len(set(piece)) > 8 and piece in data for piece in pieces for data in files)
     stack.manager.tiers.close(TIMEOUT_S)
@@ -409,11 +409,11 @@ def test_a_key_is_never_shown() -> None:
     given = PrefixOptions(key=MINE, model_id="m")
     stack = stack_with([HostTier(1 << 20)], prefix=options(key=MINE))
     secret = Secret(MINE)
-    assert stack.manager.prefix
+    assert stack.manager._parts.prefix
     for shown in (
         *(repr(given), repr(secret), repr(stack.manager), repr(stack.manager.tiers)),
         repr(replace(label("k"), secret=secret)),
-        repr(stack.manager.prompt(IDS)),
+        repr(stack.manager.prefix.prompt(IDS)),
         repr(Tenant("a", secret, secret.link)),
     ):
         for form in (MINE.hex(), repr(MINE), repr(MINE)[2:-1], MINE.decode("latin1")):

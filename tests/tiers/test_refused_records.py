@@ -83,7 +83,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def labels_of(stack: Stack, text: Text, tokens: int, kind: Kind) -> list[Label]:
-    trail = stack.manager.prompt(text.ids[:tokens]).trail
+    trail = stack.manager.prefix.prompt(text.ids[:tokens]).trail
     assert trail is not None
     assert stack.manager.tiers
     blocks = range(tokens // BLOCK)

@@ -46,7 +46,7 @@ def test_a_request_comes_back_as_it_was(length: int, state: HcaState):
     before = readable_bytes(stack, request)
     suspended = stack.manager.tiers.suspend(request)
     assert request.released
-    assert stack.manager.stats().slots_free == stack.manager.max_requests
+    assert stack.manager.stats().slots_free == stack.manager.memory.max_requests
     assert stack.manager.tiers.drain(TIMEOUT_S)
     assert suspended.stored is True
     empty(stack)
@@ -60,7 +60,7 @@ def test_a_request_comes_back_as_it_was(length: int, state: HcaState):
     assert_like_cold(stack, again, text)
     stack.manager.check_invariants()
     stack.manager.release_request(again)
-    stack.manager.evict()
+    stack.manager.prefix.evict()
     assert stack.manager.stats().blocks_free == stack.manager.stats().blocks_total
 
 
@@ -159,7 +159,7 @@ def test_without_its_state_a_request_runs_what_is_missing(tmp_path: Path):
     empty(stack)
     tiers = stack.manager.tiers
     assert tiers
-    trail = stack.manager.prompt(text.ids[:300]).trail
+    trail = stack.manager.prefix.prompt(text.ids[:300]).trail
     assert trail is not None
     places.tiers[0].drop([tiers.labels.of_state(trail, 300).key])
     places.close()
@@ -199,7 +199,7 @@ def test_after_the_tiers_of_a_manager_are_closed_a_request_stays_where_it_is():
         stack.manager.tiers.suspend(request)
     run_to(stack, request, text, 350)
     assert_like_cold(stack, request, text)
-    stack.manager.release_later(request, suspend=True)  # only released then
+    stack.manager.room.release_later(request, suspend=True)  # only released then
     assert stack.manager.requests == ()
     stack.manager.check_invariants()
     tier.close(TIMEOUT_S)
@@ -247,8 +247,8 @@ def test_a_state_says_nothing_of_who_had_the_memory_before():
     for poison in (0x00, 0xFF):
         tier = HostTier(8 << 20)
         stack = stack_with([tier], drafts=1)
-        stack.manager.slot_arena.bytes.fill_(poison)
-        stack.manager.block_arena.bytes.fill_(poison)
+        stack.manager.memory.slot_arena.bytes.fill_(poison)
+        stack.manager.memory.block_arena.bytes.fill_(poison)
         text = Text.random(stack, 3, 300)
         request = stack.manager.admit_request(text.ids[:70])
         run_to(stack, request, text, 70)
@@ -270,21 +270,21 @@ def test_a_state_is_the_same_for_all_ring_sizes(length: int):
         layout = StateLayout(schema)
         sizes.append(layout.payload_bytes)
         payload = np.arange(layout.payload_bytes, dtype=np.uint64).astype(np.uint8)
-        slot = np.zeros(schema.slot_bytes, dtype=np.uint8)
+        slot = np.zeros(schema.bytes.slot, dtype=np.uint8)
         layout.scatter(payload, length, slot)
         back = np.empty_like(payload)
         layout.gather(slot, layout.block_of(payload), length, back, written=length)
         again = np.zeros_like(slot)
         layout.scatter(back, length, again)
         assert np.array_equal(slot, again)
-        ones = np.full_like(slot, 0xFF), np.full(schema.block_bytes, 0xFF, dtype=np.uint8)
+        ones = np.full_like(slot, 0xFF), np.full(schema.bytes.block, 0xFF, dtype=np.uint8)
         layout.gather(*ones, length, back, written=length)
         used = np.zeros_like(back)
         for start, end in layout.used_spans(length):
             used[start:end] = 0xFF
         assert np.array_equal(back, used)
     assert len(set(sizes)) == 1
-    assert sizes[0] < 4 * SCHEMA.slot_bytes + SCHEMA.block_bytes
+    assert sizes[0] < 4 * SCHEMA.bytes.slot + SCHEMA.bytes.block
 
 
 CHILD = """

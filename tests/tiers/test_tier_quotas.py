@@ -220,7 +220,7 @@ class Life:
             num_blocks=16,
             max_requests=4,
             max_step_tokens=1024,
-            host_memory=40 * APART.entries_bytes if apart else None,
+            host_memory=40 * APART.bytes.entries if apart else None,
             prefix=PrefixOptions(snapshots=4, model_id="quotas"),
             tiers=[self.host, self.disk],
         )
@@ -232,7 +232,7 @@ class Life:
         self.full = Counter[str]()
 
     def root_of(self, salt: str | None) -> bytes:
-        trail = self.manager.prompt([1], salt).trail
+        trail = self.manager.prefix.prompt([1], salt).trail
         assert trail is not None
         return trail.root
 
@@ -247,7 +247,7 @@ class Life:
         salt, tokens = self.draw.choice(SALTS), self.draw.randint(1, 900)
         number = self.draw.randint(0, 5)
         ids = [1000 * number + nth % 997 for nth in range(tokens)]
-        trail = self.manager.prompt(ids, salt).trail
+        trail = self.manager.prefix.prompt(ids, salt).trail
         assert trail is not None
         self.known.update(dict.fromkeys(trail.chain, trail.root))
         request = self.manager.tiers.admit(ids, salt, timeout_s=60)
@@ -314,13 +314,13 @@ class Life:
         (tests/cache/test_host_quotas.py counts these in more ways)."""
         owners: Counter[bytes] = Counter()
         shared: set[int] = set()
-        if (residency := self.manager._residency) is not None:
-            assert self.manager.prefix
-            blocks = {node.block_id: node.root for node in self.manager.prefix.index.nodes()}
+        if (residency := self.manager._parts.residency) is not None:
+            assert self.manager._parts.prefix
+            blocks = {node.block_id: node.root for node in self.manager._parts.prefix.index.nodes()}
             for request, (salt, _) in self.live.items():
                 blocks |= dict.fromkeys(request.block_ids, self.roots[salt])
             for root in blocks.values():
-                owners[root] += APART.entries_bytes
+                owners[root] += APART.bytes.entries
             shared = {int(residency.places.hosts.row_of[block_id]) for block_id in blocks}
         for key in self.host._rows:
             entry = self.host._rows.get(key)

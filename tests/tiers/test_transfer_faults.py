@@ -73,7 +73,7 @@ class Scene:
             manager.release_request(request)
         assert manager.tiers.drain(TIMEOUT_S)
         manager.check_invariants()
-        manager.evict()
+        manager.prefix.evict()
         stats = manager.stats()
         assert (stats.blocks_free, stats.blocks_in_flight) == (stats.blocks_total, 0)
         assert stats.slots_free == stats.slots_total
@@ -128,7 +128,7 @@ def interrupt(made: Scene, call: Callable[[Scene], Request | None], at: int) -> 
     with suppress(KeyboardInterrupt), interrupts.injected():
         result = call(made)
     try:
-        made.manager.evict(0)
+        made.manager.prefix.evict(0)
     except RecoveryNeeded:
         made.manager.recover()
     made.go_on(result)

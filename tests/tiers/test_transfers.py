@@ -66,7 +66,7 @@ def test_what_was_evicted_comes_back_with_the_same_bytes(places: Places, policy:
     run_to(stack, request, text, 850)
     assert_like_cold(stack, request, text)
     stats = stack.manager.stats()
-    assert sum(tier.loaded_bytes for tier in stats.tiers) >= 5 * SCHEMA.block_bytes
+    assert sum(tier.loaded_bytes for tier in stats.tiers) >= 5 * SCHEMA.bytes.block
     assert stats.transfers is not None
     assert stats.transfers.tokens_fetched == 5 * BLOCK
     assert stats.transfers.records_dropped == stats.transfers.records_refused == 0
@@ -88,7 +88,7 @@ def test_a_new_process_with_other_drafts_goes_on_where_the_old_one_was(
     assert (request.resume.source, request.resume.start) == ("snapshot", 5 * BLOCK)
     run_to(stack, request, text, 800)
     assert_like_cold(stack, request, text)
-    assert stack.manager.stats().tiers[1].loaded_bytes > 5 * SCHEMA.block_bytes
+    assert stack.manager.stats().tiers[1].loaded_bytes > 5 * SCHEMA.bytes.block
     second.close(TIMEOUT_S)
 
 
@@ -109,7 +109,7 @@ def test_what_v41_stored_comes_back(tmp_path: Path, form: PageForm):
         assert_like_cold(stack, request, text)
         stack.manager.release_request(request)
     stats = stack.manager.stats()
-    assert stats.tiers[0].loaded_bytes >= 3 * stack.schema.block_bytes
+    assert stats.tiers[0].loaded_bytes >= 3 * stack.schema.bytes.block
     assert stats.transfers is not None
     assert stats.transfers.records_dropped == stats.transfers.records_refused == 0
     stack.manager.check_invariants()
@@ -164,7 +164,7 @@ def test_blocks_in_flight_are_nobodys(tmp_path: Path):
         seen.add(stats.blocks_in_flight)
         stack.manager.check_invariants()
         if stats.blocks_in_flight:
-            assert not stack.manager.can_admit(other.ids[:300])
+            assert not stack.manager.room.can_admit(other.ids[:300])
     assert seen <= {0, 5}
     assert stack.manager.stats().blocks_in_flight == 0
     assert stack.manager.stats().blocks_cached == fetch.fetched_blocks == 5
@@ -179,7 +179,7 @@ def test_only_what_is_not_cached_is_fetched(tmp_path: Path):
     stack = stack_with([tier])
     text = Text.random(stack, 5, 900)
     keep(stack, text, 700)
-    stack.manager.evict(2)
+    stack.manager.prefix.evict(2)
     fetch = stack.manager.tiers.fetch(text.ids[:700])
     while not fetch.poll():
         pass
@@ -252,7 +252,7 @@ def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
         if waited:
             wait_for(fetch, timeout_s)
         other.start()
-        while manager.guard.call != "commit":
+        while manager._parts.guard.call != "commit":
             time.sleep(0.001)
         if not waited:
             wait_for(fetch, timeout_s)
@@ -265,7 +265,7 @@ def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
     other.join()
     assert manager.tiers
     host = manager.tiers.host
-    manager.evict()
+    manager.prefix.evict()
     until = time.monotonic() + TIMEOUT_S
     # type: ignore[union-attr]
     while manager.stats().transfers.fetches_open and time.monotonic() < until:
@@ -311,7 +311,7 @@ def test_a_tier_that_raises_is_a_miss(call: str, error: type[BaseException]):
     manager.release_request(request)
     assert manager.tiers.drain(TIMEOUT_S)
     tier.raises = ""
-    manager.evict()
+    manager.prefix.evict()
     stats = manager.stats()
     assert stats.transfers is not None
     assert (stats.blocks_free, stats.transfers.fetches_open) == (stats.blocks_total, 0)
@@ -419,13 +419,13 @@ def test_a_tier_is_asked_for_so_much_at_once():
 
 def test_what_is_hit_on_the_device_is_the_last_to_go_below(tmp_path: Path):
     """A prompt that never leaves the device, while others pass through a small host tier."""
-    host = HostTier(9 * (SCHEMA.block_bytes + 8192) + (2 << 20))
+    host = HostTier(9 * (SCHEMA.bytes.block + 8192) + (2 << 20))
     stack = stack_with([host], num_blocks=40, max_requests=2)
     manager, hot = stack.manager, Text.random(stack, 1, 600)
     keep(stack, hot, 500)
     assert manager.tiers
     labels = manager.tiers.labels
-    trail = manager.prompt(hot.ids[:500]).trail
+    trail = manager.prefix.prompt(hot.ids[:500]).trail
     assert trail is not None
     for nth in range(2, 14):
         request = manager.admit_request(hot.ids[:500])
@@ -445,7 +445,7 @@ def test_what_is_hit_on_the_device_is_the_last_to_go_below(tmp_path: Path):
 
 def test_what_cannot_be_kept_holds_up_nobody():
     """Blocks behind one that had no room, in front of others that have."""
-    host = HostTier(4 * (SCHEMA.block_bytes + 8192))
+    host = HostTier(4 * (SCHEMA.bytes.block + 8192))
     stack = stack_with([host], num_blocks=20, prefix=options(zero()))
     manager, text = stack.manager, Text.random(stack, 1, 2000)
     keep(stack, text, 12 * BLOCK)
@@ -515,7 +515,7 @@ def test_labels_of_blocks_are_made_when_they_are_looked_at():
     stack = stack_with([HostTier(8 << 20)])
     assert stack.manager.tiers
     labels = stack.manager.tiers.labels
-    trail = stack.manager.prompt(Text.random(stack, 1, 700).ids).trail
+    trail = stack.manager.prefix.prompt(Text.random(stack, 1, 700).ids).trail
     assert trail is not None
     blocks = labels.of_blocks(trail, 4)
     assert list(blocks) == [labels.of_block(trail, n) for n in range(4)]
@@ -532,7 +532,7 @@ def test_labels_of_blocks_are_made_when_they_are_looked_at():
 
 def test_a_prompt_that_is_longer_than_host_memory_comes_back_as_far_as_that_goes():
     """Of 15 blocks in a host tier for 12 none could be used again."""
-    host = HostTier(12 * (SCHEMA.block_bytes + 8192))
+    host = HostTier(12 * (SCHEMA.bytes.block + 8192))
     stack = stack_with([host], num_blocks=18, prefix=options(zero()))
     text = Text.random(stack, 1, 2000)
     keep(stack, text, 15 * BLOCK + 1)
@@ -546,9 +546,9 @@ def test_a_prompt_that_is_longer_than_host_memory_comes_back_as_far_as_that_goes
 
 
 def _stay_inside(manager: KVCacheManager, is_over: threading.Event) -> None:
-    manager.guard.enter("commit")
+    manager._parts.guard.enter("commit")
     is_over.wait(TIMEOUT_S)
-    manager.guard.leave()
+    manager._parts.guard.leave()
 
 
 def test_what_a_tier_has_is_evicted_first():
@@ -559,16 +559,16 @@ def test_what_a_tier_has_is_evicted_first():
     tier.close(TIMEOUT_S)  # stores nothing more
     stack.manager.release_request(run(stack, lost, 300))
     stack.manager.tiers.drain(TIMEOUT_S)
-    assert stack.manager.prefix
-    old = list(stack.manager.prefix.index.nodes())
+    assert stack.manager._parts.prefix
+    old = list(stack.manager._parts.prefix.index.nodes())
     stack.manager.release_request(run(stack, kept, 300))
-    new = [node for node in stack.manager.prefix.index.nodes() if node not in old]
+    new = [node for node in stack.manager._parts.prefix.index.nodes() if node not in old]
     for node in new:
         node.stored = True
     assert not any(node.stored for node in old)
-    assert stack.manager.evict(2) == 2
-    assert set(stack.manager.prefix.index.nodes()) == set(old)
-    assert stack.manager.evict(3) == 2
+    assert stack.manager.prefix.evict(2) == 2
+    assert set(stack.manager._parts.prefix.index.nodes()) == set(old)
+    assert stack.manager.prefix.evict(3) == 2
     stack.manager.check_invariants()
 
 

@@ -95,7 +95,7 @@ def test_another_machine_goes_on_where_one_was(port: int):
         text = Text.random(stack, 1, 900)
         request = stack.manager.tiers.admit(text.ids[:TOKENS], timeout_s=TIMEOUT_S)
         assert (request.resume.source, request.resume.start) == ("snapshot", BLOCKS * BLOCK)
-        assert tier.stats().loaded_bytes > BLOCKS * SCHEMA.block_bytes
+        assert tier.stats().loaded_bytes > BLOCKS * SCHEMA.bytes.block
         run_to(stack, request, text, TOKENS + 50)
         assert_like_cold(stack, request, text)
         stop(peer)  # who has the bytes does not answer any more
@@ -137,5 +137,5 @@ def test_object_storage_brings_a_prompt_back(s3_port: int):
     assert request.resume.start == BLOCKS * BLOCK
     run_to(stack, request, text, TOKENS + 50)
     assert_like_cold(stack, request, text)
-    assert tier.stats().loaded_bytes > BLOCKS * SCHEMA.block_bytes
+    assert tier.stats().loaded_bytes > BLOCKS * SCHEMA.bytes.block
     tier.close(TIMEOUT_S)

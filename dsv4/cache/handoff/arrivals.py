@@ -48,7 +48,7 @@ class Arrivals:
                 self.errors[error.reason] = self.errors.get(error.reason, 0) + 1
             raise
         label = self._side.labels.make(Kind.STATE, offer.state_digest, offer.state_parent, 1)
-        whole = offer.tokens // schema.block_tokens if schema.block_bytes else 0
+        whole = offer.tokens // schema.block_tokens if schema.bytes.block else 0
         if offer.fingerprint != label.fingerprint:
             raise OfferError(
                 "schema",
@@ -63,7 +63,7 @@ class Arrivals:
             )
         blocks = (offer.block_bytes, offer.entries_bytes, len(offer.rows))
         sizes = (*blocks, offer.state_bytes)
-        needed = (schema.block_bytes, schema.entries_bytes, whole, label.payload_bytes)
+        needed = (schema.bytes.block, schema.bytes.entries, whole, label.payload_bytes)
         if sizes != needed or not offer.tokens:
             raise OfferError("damaged", f"the offer of {offer.tokens} tokens says sizes {sizes}")
         pieces = (start for start, _ in offer.state_pieces)
@@ -219,7 +219,7 @@ class Arrivals:
         assert arrival.landing.row is not None
         pieces = [np.frombuffer(each, np.uint8) for each in arrival.landing.row.parts.payload]
         payload = np.concatenate(pieces)
-        slot = np.zeros(self._side.schema.slot_bytes, dtype=np.uint8)
+        slot = np.zeros(self._side.schema.bytes.slot, dtype=np.uint8)
         self._side.labels.state.scatter(payload, arrival.tokens, slot)
         return torch.from_numpy(slot), torch.from_numpy(self._side.labels.state.block_of(payload))
 

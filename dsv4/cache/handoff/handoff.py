@@ -51,16 +51,17 @@ class Handoff:
 
     def __init__(self, manager: KVCacheManager, options: HandoffOptions) -> None:
         require_type("handoff", options, HandoffOptions)
-        self._manager, self.guard = manager, manager.guard
-        prefix, device = manager.prefix, manager.device
+        parts, memory = manager._parts, manager.memory
+        self._manager, self._parts, self._guard = manager, parts, parts.guard
+        prefix, device = parts.prefix, memory.device
         model = _model_of(options, prefix.options.model_id if prefix else None)
         secret = prefix.options.secret() if prefix else None
         labels = Labels(manager.schema, secret)
         rows = StateRows(options.states, padded(HEADER_BYTES + labels.state.payload_bytes))
         pledges = Pledges(options.offers)
         gpu = (device.index or 0) if device.type == "cuda" else None
-        self.leases = Leases(pledges, self.guard.defer)
-        arena = manager.block_arena.bytes
+        self.leases = Leases(pledges, self._guard.defer)
+        arena = memory.block_arena.bytes
         blocks = Memory(
             address=arena.data_ptr(),
             size_bytes=arena.numel(),
@@ -68,7 +69,7 @@ class Handoff:
             gpu=gpu or 0,
             keeper=arena,
         )
-        residency = manager._residency
+        residency = parts.residency
         pools = () if residency is None else (residency.copies.host.memory,)
         host = [
             Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
@@ -79,9 +80,9 @@ class Handoff:
         self.side = Side(
             options=options,
             schema=manager.schema,
-            table=manager.table,
+            table=parts.table,
             block_arena=arena,
-            slot_arena=manager.slot_arena.bytes,
+            slot_arena=memory.slot_arena.bytes,
             model=model,
             labels=labels,
             secret=secret,
@@ -92,7 +93,7 @@ class Handoff:
             gpu=gpu,
             residency=residency,
             can_sum=gpu is None,
-            defer=self.guard.defer,
+            defer=self._guard.defer,
         )
         self.arrivals = Arrivals(self.side)
         self._offers = 0
@@ -115,11 +116,11 @@ class Handoff:
         middle of a replay, empty or in an open plan with a chunk; OfferError if too many offers are
         open; InvalidInput.
         """
-        manager = self._manager
-        manager.table.require_live(request)
+        parts = self._parts
+        parts.table.require_live(request)
         request.require("offer")
-        most, written = manager.schema.max_decode_tokens, request.written_tokens
-        for plan in manager.open_plans:
+        most, written = self.side.schema.max_decode_tokens, request.written_tokens
+        for plan in parts.steps.open:
             if request not in plan.requests:
                 continue
             row = plan.requests.index(request)
@@ -152,7 +153,7 @@ class Handoff:
         offer brings none. Raises OfferError (another schema or model,
         damaged), OutOfSlots, OutOfBlocks, ContextOverflow; what happens later is in the arrival.
         """
-        table, prefix, arrivals = self.side.table, self._manager.prefix, self.arrivals
+        table, prefix, arrivals = self.side.table, self._parts.prefix, self.arrivals
         seconds = self.side.options.deadline_s
         if deadline_s is not None:
             seconds = require_seconds("deadline_s", deadline_s)
@@ -212,11 +213,10 @@ class Handoff:
         self.arrivals.note_arrived(arrival)
 
     def _settle(self, arrival: Arrival) -> Request:
-        manager = self._manager
-        request = manager._admission.arrived(arrival, *self.arrivals.state_of(arrival))
-        if manager.prefix and arrival.trail is not None:
-            exchange = manager._admission.exchange
-            manager.prefix.caching.note_arrival(request, arrival.trail, exchange)
+        prefix, admission = self._parts.prefix, self._parts.admission
+        request = admission.arrived(arrival, *self.arrivals.state_of(arrival))
+        if prefix and arrival.trail is not None:
+            prefix.caching.note_arrival(request, arrival.trail, admission.exchange)
         return request
 
     @changes
@@ -246,7 +246,7 @@ class Handoff:
         try:
             row = side.rows.take(label)
             self._gather(request, row, length, written)
-            whole = length // side.schema.block_tokens if side.schema.block_bytes else 0
+            whole = length // side.schema.block_tokens if side.schema.bytes.block else 0
             block_ids = request.block_ids[:whole]
             if side.residency is not None:
                 require_in_host(side.residency, block_ids)
@@ -276,8 +276,8 @@ class Handoff:
                 state_bytes=label.payload_bytes,
                 pledge=pledge,
                 pledge_at=side.pledges.at(cell),
-                block_bytes=side.schema.block_bytes,
-                entries_bytes=side.schema.entries_bytes,
+                block_bytes=side.schema.bytes.block,
+                entries_bytes=side.schema.bytes.entries,
                 gpu=side.gpu,
                 rows=tuple(map(side.block_at, block_ids)),
                 entries=tuple(map(side.entries_at, block_ids)) if side.residency else (),
@@ -306,15 +306,15 @@ class Handoff:
     def _gather(self, request: Request, row: StateRow, length: int, written: int) -> None:
         side = self.side
         schema, layout = side.schema, side.labels.state
-        slot = side.copies.host_bytes(schema.slot_bytes)
-        block = side.copies.host_bytes(schema.block_bytes + schema.entries_bytes)
+        slot = side.copies.host_bytes(schema.bytes.slot)
+        block = side.copies.host_bytes(schema.bytes.block + schema.bytes.entries)
         rows = [(side.slot_arena[request.slot], slot)]
-        if length % schema.block_tokens and schema.block_bytes:
+        if length % schema.block_tokens and schema.bytes.block:
             block_id = request.block_ids[length // schema.block_tokens]
-            rows.append((side.block_arena[block_id], block[: schema.block_bytes]))
+            rows.append((side.block_arena[block_id], block[: schema.bytes.block]))
             if side.residency is not None:
                 entries = side.residency.entries_of(block_id)
-                rows.append((entries, block[schema.block_bytes :]))
+                rows.append((entries, block[schema.bytes.block :]))
         side.copies.down_into(rows).wait()
         payload = np.empty(layout.payload_bytes, dtype=np.uint8)
         layout.gather(slot.numpy(), block.numpy(), length, payload, written=written)

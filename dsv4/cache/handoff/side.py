@@ -48,7 +48,7 @@ class Side:
 
     def block_at(self, block_id: int) -> int:
         """The address of a block."""
-        return self.block_arena.data_ptr() + block_id * self.schema.block_bytes
+        return self.block_arena.data_ptr() + block_id * self.schema.bytes.block
 
     def entries_at(self, block_id: int) -> int:
         """The address of its entries, in host memory."""
@@ -86,7 +86,7 @@ class Side:
 def words(schema: CacheSchema) -> str:
     """What people need in order to see why two schemas differ."""
     formats = (schema.entry_format, schema.window_format, schema.index_format)
-    apart = ", entries apart (host_memory)" if schema.entries_bytes else ""
+    apart = ", entries apart (host_memory)" if schema.bytes.entries else ""
     form = "" if schema.page_form == "planes" else f", page_form={schema.page_form}"
     return (
         f"{schema.model.name}, {len(schema.layers)} layers, block_tokens={schema.block_tokens}, "

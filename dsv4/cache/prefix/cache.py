@@ -21,7 +21,7 @@ from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.observer import Notices
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.retention import Retention
 from dsv4.cache.prefix.rows import SnapshotRows
@@ -163,7 +163,7 @@ class PrefixCache:
         options: PrefixOptions,
         device: torch.device,
     ) -> None:
-        if not schema.block_bytes:
+        if not schema.bytes.block:
             raise InvalidInput(
                 "a model of window-only layers keeps nothing in blocks, so no prefix can be cached"
             )

@@ -13,7 +13,7 @@ import numpy as np
 
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.observer import Cause, NewlyCached, Observer
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.trail import Ids, TokenIds, TokenTrail
 from dsv4.errors import InvalidInput, require_count, require_flag
 
@@ -366,7 +366,7 @@ class Explainer:
     """
 
     def __init__(self, manager: KVCacheManager, *, blocks: int = 16_384) -> None:
-        prefix = manager.prefix
+        prefix = manager._parts.prefix
         if not prefix:
             raise InvalidInput(
                 "nothing is cached and nothing to explain: build the manager with prefix=..."
@@ -391,14 +391,13 @@ class Explainer:
         ThreadError while a call of the manager runs.
         """
         require_flag("salts", salts)
-        manager, prefix = self._manager, self._manager.prefix
-        assert prefix
+        manager = self._manager
         if not isinstance(prompt, Prompt):
-            prompt = manager.prompt(prompt, salt)
+            prompt = manager.prefix.prompt(prompt, salt)
         elif salt is not None:
-            raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
+            raise InvalidInput("a prompt has its salt already: give it to manager.prefix.prompt")
         try:
-            resume = manager.look_up(prompt)
+            resume = manager.prefix.look_up(prompt)
         except InvalidInput:
             kind: MissKind = "other_model"
             return Explanation(tokens=len(prompt), found_tokens=0, replayed_tokens=0, kind=kind)
@@ -423,7 +422,7 @@ class Explainer:
         kind, difference, leaving = self._history.why(trail, block, salts=salts)
         is_complete = not (self._came_late or self._history.forgotten)
         if kind == "never_seen" and block:
-            node = self._manager.prefix.index.get(trail.digest(block - 1))
+            node = self._manager._parts.prefix.index.get(trail.digest(block - 1))
             if node is not None and node.children:  # whose tokens are forgotten
                 kind = "differs"
         return replace(

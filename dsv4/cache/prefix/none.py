@@ -11,7 +11,7 @@ from dsv4.cache.prefix.eviction import LeastRecentlyUsed
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.observer import Notices
 from dsv4.cache.prefix.pins import Pins
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.trail import Ids
@@ -50,9 +50,8 @@ class NoCaching:
 
 
 class NoPrefix:
-    """`manager.prefix` of a manager without a prefix cache. It is false. Nothing is cached, and
-    prompts have no trail, because nothing of them is kept; what only a prefix cache can do, the
-    manager refuses."""
+    """In place of a PrefixCache. It is false. Nothing is cached, and prompts have no trail, because
+    nothing of them is kept; what only a prefix cache can do is refused."""
 
     def __init__(self, schema: CacheSchema) -> None:
         self._schema = schema

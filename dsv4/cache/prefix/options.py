@@ -60,7 +60,7 @@ ReplayPolicy = Literal["exact", "cut"]
 class PrefixOptions:
     """`snapshots` rows of `SnapshotLayout(schema).row_bytes` each are kept `where` it says, on the
     device or in pinned host memory, of the places that `policy` names. `model_id` names the
-    weights: prefixes of different models never match. With `events` `KVCacheManager.take_events`
+    weights: prefixes of different models never match. With `events` `manager.prefix.take_events`
     says which blocks were stored and removed.
 
     `replay` says how a hit without a snapshot continues. "exact" runs window · layers tokens again,

@@ -84,7 +84,7 @@ class ResidentAdmission(Admission):
     ) -> None:
         """`block_bytes` are first the bytes of the block that stay on the device, then its
         entries."""
-        stays = self._schema.block_bytes
+        stays = self._schema.bytes.block
         super()._put_state(slot, begun, slot_bytes, block_bytes[:stays])
         for row in self._lent:
             self._residency.put_block(row, block_bytes[stays:])

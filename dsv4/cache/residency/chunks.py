@@ -95,7 +95,7 @@ class ChunkEntries:
         self._next_others: dict[int, int] = {}
         alike: list[int] = []
         for layer in schema.layers:
-            number, page = layer.spec.layer, schema.page("entries", layer.spec.layer)
+            number, page = layer.spec.layer, schema.layout.page("entries", layer.spec.layer)
             if page is None or not page.apart:
                 continue
             self._sources[number] = EntrySource(

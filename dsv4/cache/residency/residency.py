@@ -392,7 +392,7 @@ class Residency:
         ]
         return ResidencyStats(
             host_bytes=self._pool.memory_bytes(),
-            host_bytes_used=self._hosts.used(taken) * self._table.schema.entries_bytes,
+            host_bytes_used=self._hosts.used(taken) * self._table.schema.bytes.entries,
             rows_total=places.rows,
             rows_free=places.free,
             blocks_on_device=places.on_device,

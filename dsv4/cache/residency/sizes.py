@@ -34,7 +34,7 @@ def entry_sizes(
             f"unfinished blocks of {max_requests} requests: give at least as many, or leave it out"
         )
     shared = has_host_tier(options)
-    host_rows = host_memory // schema.entries_bytes if shared else num_blocks
+    host_rows = host_memory // schema.bytes.entries if shared else num_blocks
     return EntrySizes(rows=rows, layout=layout, host_rows=host_rows, shared=shared)
 
 
@@ -58,10 +58,10 @@ def require_fits(schema: CacheSchema, options: ManagerOptions, *, num_blocks: in
             "host_memory is for entries that are kept apart: build the schema with "
             "entries_apart=True (dsv4.Cache does)"
         )
-    needed = num_blocks * schema.entries_bytes
+    needed = num_blocks * schema.bytes.entries
     if needed > host_memory:
         raise InvalidInput(
             f"host_memory={format_bytes(host_memory)} holds the entries of "
-            f"{host_memory // schema.entries_bytes:,} blocks, and {num_blocks:,} need "
+            f"{host_memory // schema.bytes.entries:,} blocks, and {num_blocks:,} need "
             f"{needed:,} bytes: give more, or fewer blocks"
         )

@@ -97,7 +97,7 @@ def select_workspace(schema: CacheSchema, max_tokens: int, ask: SelectBytes) -> 
     """For the scores of all tokens of a step, or as many as fit into SELECT_BYTES, at least one."""
     needed = 0
     for spec in schema.model.layers:
-        page = schema.page("index_keys", spec.layer)
+        page = schema.layout.page("index_keys", spec.layer)
         if page is not None and spec.has_indexer:
             publishes = spec.layer in schema.model.candidate_sources
             blocks_of = schema.model.candidate_block_entries if publishes else 0
@@ -109,7 +109,7 @@ def select_workspace(schema: CacheSchema, max_tokens: int, ask: SelectBytes) -> 
 def attend_workspace(schema: CacheSchema, max_tokens: int, ask: AttendBytes) -> int:
     needed = 0
     for spec in schema.model.layers:
-        page = schema.page("entries", spec.layer)
+        page = schema.layout.page("entries", spec.layer)
         entries = schema.max_blocks_per_request * page.rows if page is not None else 0
         if spec.attention is AttentionType.CSA:
             entries = min(entries, schema.model.index_topk)
@@ -134,6 +134,6 @@ def plan_bytes(schema: CacheSchema, *, max_requests: int, max_tokens: int) -> in
     return (
         index_bytes(schema, **sizes)
         + 4 * items * (schema.model.head_dim + 1)
-        + schema.slot_bytes
+        + schema.bytes.slot
         + staging_page(schema, **sizes).payload_bytes
     )

@@ -23,7 +23,7 @@ class Labels:
         self._secret = secret
         self.block_tokens, self.state = schema.block_tokens, StateLayout(schema)
         self._bytes = {
-            Kind.BLOCK: schema.block_bytes + schema.entries_bytes,
+            Kind.BLOCK: schema.bytes.block + schema.bytes.entries,
             Kind.SNAPSHOT: SnapshotLayout(schema).row_bytes,
             Kind.STATE: self.state.payload_bytes,
         }

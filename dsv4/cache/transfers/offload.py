@@ -290,8 +290,8 @@ class Offload(Observer):
         written, record = request.written_tokens, Outgoing(row)
         self._begun = [record]
         try:
-            slot = copies.host_bytes(schema.slot_bytes)
-            block = copies.host_bytes(schema.block_bytes + schema.entries_bytes)
+            slot = copies.host_bytes(schema.bytes.slot)
+            block = copies.host_bytes(schema.bytes.block + schema.bytes.entries)
             rows = [(self._slot_arena[request.slot], slot)]
             if length % schema.block_tokens:
                 block_id = request.block_ids[length // schema.block_tokens]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.changes import changes
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.changes import changes, release_now
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.requests import Condition, Request
@@ -51,18 +51,19 @@ class Tiers:
     """
 
     def __init__(self, manager: KVCacheManager, tiers: Sequence[Tier]) -> None:
-        prefix = manager.prefix
+        parts, memory = manager._parts, manager.memory
+        prefix = parts.prefix
         if not prefix:
             raise InvalidInput("tiers keep prefixes: build the manager with prefix=PrefixOptions()")
         _require_tiers(tiers, prefix.options.model_id, encrypt=prefix.options.encrypt)
-        self._manager, self.guard = manager, manager.guard
+        self._manager, self._parts, self._guard = manager, parts, parts.guard
         self._tiers, self._prefix = tuple(tiers), prefix
         self.labels = Labels(prefix.schema, prefix.options.secret())
         hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
         self.host = hosts[0] if hosts else _staging(self.labels)
-        shares = manager._residency is not None and bool(hosts)
+        shares = parts.residency is not None and bool(hosts)
         self.host.open_for(self, alone=shares)
-        if manager.device.type == "cuda":
+        if memory.device.type == "cuda":
             self.host.pin()
         below = [tier for tier in self._tiers if tier is not self.host]
         for tier in below:
@@ -73,28 +74,27 @@ class Tiers:
             host=self.host,
             host_is_tier=bool(hosts),
             has_below=bool(below),
-            copies=Copies(manager.device, self.host.region.memory),
+            copies=Copies(memory.device, self.host.region.memory),
             worker=Worker(self.host, below, host_is_tier=bool(hosts)),
             notices=prefix.notices,
         )
-        residency = manager._residency
-        blocks = blocks_of(manager.block_arena.bytes, residency, manager.table.allocator)
-        for memory in blocks.share(self.host):
+        blocks = blocks_of(memory.block_arena.bytes, parts.residency, parts.table.allocator)
+        for shared in blocks.share(self.host):
             for tier in below:
-                tier.register(Region(name="entries", memory=memory))
+                tier.register(Region(name="entries", memory=shared))
         if blocks.shares:
-            manager.table.supply.make_room = self.host.keep_limit
+            parts.table.supply.make_room = self.host.keep_limit
         self.offload = Offload(
             self.route,
             prefix=prefix,
             labels=self.labels,
             blocks=blocks,
-            slot_arena=manager.slot_arena.bytes,
+            slot_arena=memory.slot_arena.bytes,
         )
         self.fetches = Fetches(
             self.route,
             prefix=prefix,
-            table=manager.table,
+            table=parts.table,
             labels=self.labels,
             blocks=blocks,
         )
@@ -142,7 +142,7 @@ class Tiers:
         a replay no state is kept; what is missing is computed again. Raises InvalidInput;
         RequestError, also after `close`, which nothing is stored after.
         """
-        self._manager._steps.require_unplanned(request)
+        self._parts.steps.require_unplanned(request)
         if not self.route.tiers:
             raise RequestError(
                 f"manager.tiers is closed, so nothing would keep the state of request "
@@ -157,7 +157,7 @@ class Tiers:
                 f"admit it with ids and supply the others, because it is found by its ids"
             )
         suspended = self._suspend(request)
-        self._manager._leaving.release(request)
+        self._parts.leaving.release(request)
         return suspended
 
     def resume(
@@ -193,7 +193,7 @@ class Tiers:
 
     def _end_quotas(self) -> None:
         """Those that this manager was given do not outlive it in its tiers."""
-        for root in self._manager.table.supply.quotas:
+        for root in self._parts.table.supply.quotas:
             for tier in self._tiers:
                 if isinstance(tier, HostTier | DiskTier):
                     tier.limit(root, None)
@@ -204,7 +204,7 @@ class Tiers:
         self, prompt: TokenIds | Prompt, salt: str | None, *, last: int, with_state: bool = False
     ) -> Fetch:
         """For all tokens of a prompt except the `last` ones."""
-        count, trail = self._manager._admission.read(prompt, salt)
+        count, trail = self._parts.admission.read(prompt, salt)
         if trail is None:
             raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
         self.pump()
@@ -212,7 +212,7 @@ class Tiers:
         fetch = Fetch(
             trail, tokens, with_state=with_state, poll=self._poll_fetch, cancel=self._cancel_fetch
         )
-        self.guard.change.hand_out(fetch)
+        self._guard.change.hand_out(fetch)
         self.fetches.start(fetch)
         return fetch
 
@@ -234,18 +234,18 @@ class Tiers:
     ) -> Request:
         manager = self._manager
         if not isinstance(prompt, Prompt):
-            prompt, salt = manager.prompt(prompt, salt), None
+            prompt, salt = manager.prefix.prompt(prompt, salt), None
         seconds = require_timeout(timeout_s)
-        if manager.table.supply.limits:
-            manager._admission.require_within(prompt, salt)
+        if self._parts.table.supply.limits:
+            self._parts.admission.require_within(prompt, salt)
         fetch = self._fetch_with_state(prompt, salt, last)
         try:
             self._wait_for(fetch, seconds)
             return self._admit_state(prompt, fetch) or manager.admit_request(prompt)
         except BaseException:  # ends now, or with the next call if another one is inside
-            self.guard.defer(fetch)
+            self._guard.defer(fetch)
             with suppress(ThreadError, RecoveryNeeded):
-                manager._release_now()
+                release_now(self)
             raise
 
     def _wait_for(self, fetch: Fetch, timeout_s: float) -> None:
@@ -272,7 +272,7 @@ class Tiers:
             resume = Resume(start=tokens, reused_tokens=tokens, end=len(prompt), source="state")
             match, trail = PrefixMatch(nodes, resume, None), fetch.trail.copy()
             state = self._state_of(row, tokens)
-            request = self._manager._admission.from_state(self._prefix, match, trail, *state)
+            request = self._parts.admission.from_state(self._prefix, match, trail, *state)
             self._resumed += 1
             return request
         finally:
@@ -282,7 +282,7 @@ class Tiers:
         """A state as a slot of this schema and as the unfinished block, on the host."""
         layout = self.labels.state
         payload = np.concatenate([np.frombuffer(each, np.uint8) for each in row.parts.payload])
-        slot = np.zeros(self._prefix.schema.slot_bytes, dtype=np.uint8)
+        slot = np.zeros(self._prefix.schema.bytes.slot, dtype=np.uint8)
         layout.scatter(payload, length, slot)
         return torch.from_numpy(slot), torch.from_numpy(layout.block_of(payload))
 

@@ -153,7 +153,9 @@ def accelerate(
     step = RunningStep(manager=manager, rope_tables=tables, ranks=ranks)
     caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s, ranks=ranks)
     # a graph belongs to one device and one process, and the reference reads the device's values
-    capture = capture and ranks is None and len(found) == 1 and manager.backend.name == "triton"
+    capture = (
+        capture and ranks is None and len(found) == 1 and manager._parts.backend.name == "triton"
+    )
     forward = FastForward(model.model, step, caches, capture=capture)
     attention = FastAttention if len(found) == 1 else SplitAttention
     for layer in model.model.layers:
@@ -191,13 +193,13 @@ def _keep_all(manager: KVCacheManager) -> None:
         return
     with suppress(ThreadError, RecoveryNeeded):
         for request in manager.requests:
-            manager.release_later(request, suspend=True)
+            manager.room.release_later(request, suspend=True)
         manager.tiers.drain(KEEP_TIMEOUT_S)
 
 
 def _default_prefix(schema: CacheSchema) -> PrefixOptions | None:
     """PREFIX, adapted: a period of whole blocks, and None where layers keep no blocks."""
-    if not schema.block_bytes:
+    if not schema.bytes.block:
         return None
     blocks = -(-PREFIX.policy.period_tokens // schema.block_tokens)
     return replace(PREFIX, policy=periodic(blocks * schema.block_tokens))

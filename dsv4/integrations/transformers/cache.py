@@ -128,7 +128,7 @@ class PagedCache(Cache):
 
     def memory_bytes(self) -> MemoryBytes:
         """What the manager has allocated, used or not."""
-        return self.manager.memory_bytes()
+        return self.manager.memory.memory_bytes()
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.manager.schema.max_context

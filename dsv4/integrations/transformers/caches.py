@@ -123,10 +123,10 @@ class FastCaches:
         """Restores the manager, if an interrupt came inside one of its calls or before a plan was
         begun. The holder of the turn calls it before anything else."""
         manager = self._manager
-        if manager.guard.is_shut:
+        if manager._parts.guard.is_shut:
             manager.recover()
-        while manager.open_plan is not None:
-            manager.fail(manager.open_plan)
+        while manager.room.open_plans:
+            manager.fail(manager.room.open_plans[0])
 
     # ---- caches ----------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class FastCaches:
             if reuse:
                 found[:] = self.pool.admit([ids], self._lent(), salt=salt, hints=hints)
             else:
-                prompt: Any = manager.prompt(ids, salt, hints=hints)
+                prompt: Any = manager.prefix.prompt(ids, salt, hints=hints)
                 found[:] = [manager.admit_request(prompt, reuse=False)]
             return [request.length for request in found]
 
@@ -293,8 +293,8 @@ class FastCaches:
             self.close(
                 cache,
                 f"a newer batch needed its rows, and the model was accelerated for max_batch="
-                f"{self._manager.max_requests} rows in all; accelerate with a larger max_batch to "
-                f"keep several batches alive",
+                f"{self._manager.memory.max_requests} rows in all; accelerate with a larger "
+                f"max_batch to keep several batches alive",
             )
         return True
 
@@ -342,8 +342,8 @@ class FastCaches:
                 return
             raise RequestError(
                 f"{rows} more rows are needed while this call and others use those that the model "
-                f"was accelerated for, max_batch={self._manager.max_requests}: max_batch counts "
-                f"the rows of all batches, beams and samples that run at once"
+                f"was accelerated for, max_batch={self._manager.memory.max_requests}: max_batch "
+                f"counts the rows of all batches, beams and samples that run at once"
             )
         ticket = object()
         self._waiting.append(ticket)

@@ -92,7 +92,7 @@ class _Core(dsv4.engine.Engine):
             ids = np.asarray(job.tokens[: request.length], dtype=np.int64)
             self.caches.pool.keep(KnownRow(request=request, ids=ids))
         else:
-            self.manager.release_later(request, suspend=has_tiers)
+            self.manager.room.release_later(request, suspend=has_tiers)
 
     def admit(self) -> None:
         """Waiting jobs get rows, oldest first, unless a call of generate has waited longer."""
@@ -130,9 +130,9 @@ class _Core(dsv4.engine.Engine):
         """Whether a job that gave its blocks back may have them again: those that run may each need
         one soon."""
         running, stats = len(self.running), self.manager.stats()
-        prompt = self.manager.prompt(job.tokens, self.caches.salt_now(job.salt))
+        prompt = self.manager.prefix.prompt(job.tokens, self.caches.salt_now(job.salt))
         spare = stats.blocks_free + stats.blocks_evictable - running
-        return not running or self.manager.needed_blocks(prompt) <= spare
+        return not running or self.manager.room.needed_blocks(prompt) <= spare
 
     def advance(self) -> bool:
         """After an error of the step its plan fails at once, because calls of generate may come
@@ -144,13 +144,13 @@ class _Core(dsv4.engine.Engine):
         except BaseException:
             self.flight = None
             try:
-                if manager.open_plan is not None:
-                    manager.fail(manager.open_plan)
+                if manager.room.open_plans:
+                    manager.fail(manager.room.open_plans[0])
             finally:
                 for job, request, length in lengths:
                     if request.length != length or request.is_torn:
                         job.request = None
-                        manager.release_later(request)
+                        manager.room.release_later(request)
             raise
 
     def schedule(self) -> list[Share]:
@@ -173,7 +173,7 @@ class _Core(dsv4.engine.Engine):
         for job, request in self.running:
             if request.is_torn:
                 job.request = None
-                self.manager.release_later(request)
+                self.manager.room.release_later(request)
 
 
 class Engine:
@@ -348,7 +348,7 @@ class Engine:
             raise RequestError(
                 f"a step inside a call of generate, which uses the rows that jobs wait for: step "
                 f"the engine elsewhere, or accelerate with more than max_batch="
-                f"{self._manager.max_requests}"
+                f"{self._manager.memory.max_requests}"
             )
         self._changed.wait(WAIT_S)
 
@@ -419,4 +419,4 @@ def _release_rows(forward: FastForward, jobs: list[Job]) -> None:
     for job in jobs:
         request, job.request = job.request, None
         if request is not None and not request.released:
-            manager.release_later(request, suspend=bool(manager.tiers))
+            manager.room.release_later(request, suspend=bool(manager.tiers))

@@ -47,7 +47,7 @@ class FastForward:
         self._asked = local()  # .logits: which logits the call that begins in this thread wants
         if step.ranks is None:  # where a rewind resumes may differ between ranks
             caches.rerun = self.rerun
-        self.max_step_tokens = step.manager.max_step_tokens
+        self.max_step_tokens = step.manager.memory.max_step_tokens
         self._place = step.manager.device
         self.own_forward: Callable[..., Any] = model.forward
         self._bare_forward = _without_recording(model)
@@ -60,7 +60,7 @@ class FastForward:
         if capture and can_capture(model):
             self.graphs = DecodeGraphs(
                 self.decode,
-                max_rows=min(step.manager.max_requests, self.max_step_tokens),
+                max_rows=min(step.manager.memory.max_requests, self.max_step_tokens),
                 device=step.manager.device,
             )
 
@@ -227,7 +227,7 @@ class FastForward:
             raise InvalidInput(
                 f"{name} is {list(given.shape)}: give [batch, columns], with a token at least"
             )
-        rows, most = given.shape[0], self.step.manager.max_requests
+        rows, most = given.shape[0], self.step.manager.memory.max_requests
         if rows > most:
             raise InvalidInput(
                 f"a batch of {rows} rows, but the model was accelerated for max_batch={most}: "

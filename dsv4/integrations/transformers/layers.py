@@ -166,7 +166,7 @@ class PagedLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Rows in use, or the most there may be while none is."""
-        return len(self.rows.requests) or self.rows.manager.max_requests
+        return len(self.rows.requests) or self.rows.manager.memory.max_requests
 
 
 class _Compressor:

@@ -19,7 +19,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.options import PrefixOptions
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -48,6 +48,139 @@ class Prompts:
         return self.parts[0].trail
 
 
+class Everywhere:
+    """The managers of one model, and doing the same in all of them. Requests are those of the first
+    one; each has a twin in every other one."""
+
+    def __init__(self, managers: Sequence[KVCacheManager]) -> None:
+        self.managers, self.first = tuple(managers), managers[0]
+        # for the other managers: a value that held its key would keep it alive
+        self.twins: WeakKeyDictionary[Request, tuple[Request, ...]] = WeakKeyDictionary()
+        self._busy = threading.RLock()
+        self._depth, self._is_broken = 0, False
+        self._leaving: deque[Request] = deque()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """One call does its work in all managers before another begins, including a finalizer's."""
+        with self._busy:
+            if self._is_broken:
+                self.refuse()
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    self._release_leaving()
+                yield
+            finally:
+                self._depth -= 1
+
+    def refuse(self) -> NoReturn:
+        """From now on all calls raise."""
+        self._is_broken = True
+        raise RecoveryNeeded(
+            "a call failed on one device after it was done on another, so the parts of this cache "
+            "differ: restore(model) and accelerate it again"
+        )
+
+    def call(self, call: Callable[[KVCacheManager, Of, int], _T]) -> list[_T]:
+        """`call(manager, of, nth)` for each manager, in order. If the first one raises, nothing has
+        changed; if a later one does, the managers stay different."""
+        done: list[_T] = []
+        with self.turn():
+            try:
+                for nth, manager in enumerate(self.managers):
+                    with on_device(manager.device):
+                        done.append(call(manager, partial(self.twin, nth), nth))
+            except BaseException:
+                self._is_broken = self._is_broken or bool(done)
+                raise
+        return done
+
+    def twin(self, nth: int, request: Request) -> Request:
+        return self.twins[request][nth - 1] if nth else request
+
+    def release(self, request: Request) -> None:
+        self.call(lambda manager, of, nth: manager.release_request(of(request)))
+
+    def release_later(self, request: Request) -> None:
+        """With the next call. Safe at any time and from any thread."""
+        self._leaving.append(request)
+        if self._depth or not self._busy.acquire(blocking=False):
+            return
+        try:
+            with suppress(RecoveryNeeded), self.turn():
+                pass  # every call begins with the deferred releases
+        finally:
+            self._busy.release()
+
+    def _release_leaving(self) -> None:
+        for _ in range(len(self._leaving)):
+            request = self._leaving.popleft()
+            if any(request in plan.requests for plan in self.first.room.open_plans):
+                self._leaving.append(request)
+            elif not request.released:
+                self.release(request)
+
+
+class LockstepPrefix:
+    """`lockstep.prefix`: what an accelerated model calls of `manager.prefix`."""
+
+    def __init__(self, everywhere: Everywhere) -> None:
+        self._everywhere, self._first = everywhere, everywhere.first
+
+    def __bool__(self) -> bool:
+        return bool(self._first.prefix)
+
+    def prompt(self, ids: Any, salt: str | None = None, *, hints: Hints | None = None) -> Prompts:
+        managers = self._everywhere.managers
+        return Prompts(
+            parts=tuple(manager.prefix.prompt(ids, salt, hints=hints) for manager in managers)
+        )
+
+    def look_up(self, prompt: Prompts) -> Resume:
+        return self._first.prefix.look_up(prompt.parts[0])
+
+    def evict(self, blocks: int | None = None) -> int:
+        return self._everywhere.call(lambda manager, of, nth: manager.prefix.evict(blocks))[0]
+
+
+class LockstepRoom:
+    """`lockstep.room`: what an accelerated model calls of `manager.room`. Plans are those of the
+    first manager."""
+
+    def __init__(self, everywhere: Everywhere) -> None:
+        self._everywhere, self._room = everywhere, everywhere.first.room
+
+    @property
+    def open_plans(self) -> list[ForwardPlan]:
+        return self._room.open_plans
+
+    def needed_blocks(self, prompt: Prompts) -> int:
+        return self._room.needed_blocks(prompt.parts[0])
+
+    def released_blocks(self, request: Request) -> int:
+        return self._room.released_blocks(request)
+
+    def release_later(self, request: Request, *, suspend: bool = False) -> None:
+        """It never suspends one, because it has no tiers."""
+        self._everywhere.release_later(request)
+
+
+class LockstepMemory:
+    """`lockstep.memory`: how many requests and tokens all managers are made for, and their bytes
+    together."""
+
+    def __init__(self, managers: Sequence[KVCacheManager]) -> None:
+        self._managers, memory = tuple(managers), managers[0].memory
+        self.max_requests, self.max_step_tokens = memory.max_requests, memory.max_step_tokens
+
+    def memory_bytes(self) -> MemoryBytes:
+        """On all devices together."""
+        parts = [manager.memory.memory_bytes() for manager in self._managers]
+        names = [field.name for field in fields(MemoryBytes)]
+        return MemoryBytes(**{name: sum(getattr(part, name) for part in parts) for name in names})
+
+
 class Lockstep:
     """A manager per device, each for the layers that are there. Every call is made on all of them.
 
@@ -55,7 +188,7 @@ class Lockstep:
     same slot, the same blocks and the same tokens. Layers are counted as the model counts them:
     `acquire` finds the device. If managers could reuse different numbers of tokens, because layers
     need different state to continue, none reuses any. It has the calls of a KVCacheManager that an
-    accelerated model makes; it has no tiers.
+    accelerated model makes, in the same places; it has no tiers.
     """
 
     tiers = NoTiers()
@@ -78,7 +211,7 @@ class Lockstep:
         no blocks to share, and as a manager does."""
         parts = [schema_part(schema, layers) for _, layers in places]
         for part, (device, layers) in zip(parts, places, strict=True):
-            if not part.block_bytes:
+            if not part.bytes.block:
                 raise InvalidInput(
                     f"layers {layers} on {device} are window-only: put one with compressed entries "
                     f"on each device, or all of the model on one"
@@ -98,151 +231,70 @@ class Lockstep:
             for part, (device, _) in zip(parts, places, strict=True)
         )
         first = self._first = self.managers[0]
-        self.device, self.backend, self.prefix = first.device, first.backend, first.prefix
-        self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
-        self.guard, self.table = first.guard, first.table
+        self.device, self._parts = first.device, first._parts
+        self._everywhere = Everywhere(self.managers)
+        self.prefix = LockstepPrefix(self._everywhere)
+        self.room = LockstepRoom(self._everywhere)
+        self.memory = LockstepMemory(self.managers)
         self._places = {
             layer: (nth, local)
             for nth, (_, layers) in enumerate(places)
             for local, layer in enumerate(layers)
         }
-        # for the other managers: a value that held its key would keep it alive
-        self._twins: WeakKeyDictionary[Request, tuple[Request, ...]] = WeakKeyDictionary()
         self._plans: dict[int, tuple[ForwardPlan, ...]] = {}  # by id: as long as a plan is open
-        self._busy = threading.RLock()
-        self._depth, self._is_broken = 0, False
-        self._leaving: deque[Request] = deque()
-
-    # ---- doing the same everywhere ---------------------------------------------------------
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One call does its work in all managers before another begins, including a finalizer's."""
-        with self._busy:
-            if self._is_broken:
-                self._refuse()
-            self._depth += 1
-            try:
-                if self._depth == 1:
-                    self._release_leaving()
-                yield
-            finally:
-                self._depth -= 1
-
-    def _refuse(self) -> NoReturn:
-        raise RecoveryNeeded(
-            "a call failed on one device after it was done on another, so the parts of this cache "
-            "differ: restore(model) and accelerate it again"
-        )
-
-    def _everywhere(self, call: Callable[[KVCacheManager, Of, int], _T]) -> list[_T]:
-        """`call(manager, of, nth)` for each manager, in order. If the first one raises, nothing has
-        changed; if a later one does, the managers stay different."""
-        done: list[_T] = []
-        with self._turn():
-            try:
-                for nth, manager in enumerate(self.managers):
-                    with on_device(manager.device):
-                        done.append(call(manager, partial(self._twin, nth), nth))
-            except BaseException:
-                self._is_broken = self._is_broken or bool(done)
-                raise
-        return done
-
-    def _twin(self, nth: int, request: Request) -> Request:
-        return self._twins[request][nth - 1] if nth else request
-
-    def _release_leaving(self) -> None:
-        for _ in range(len(self._leaving)):
-            request = self._leaving.popleft()
-            if any(request in plan.requests for plan in self._first.open_plans):
-                self._leaving.append(request)
-            elif not request.released:
-                self.release_request(request)
 
     # ---- requests --------------------------------------------------------------------------
-
-    def prompt(self, ids: Any, salt: str | None = None, *, hints: Hints | None = None) -> Prompts:
-        return Prompts(
-            parts=tuple(manager.prompt(ids, salt, hints=hints) for manager in self.managers)
-        )
-
-    def look_up(self, prompt: Prompts) -> Resume:
-        return self._first.look_up(prompt.parts[0])
-
-    def needed_blocks(self, prompt: Prompts) -> int:
-        return self._first.needed_blocks(prompt.parts[0])
-
-    def released_blocks(self, request: Request) -> int:
-        return self._first.released_blocks(request)
 
     def admit_request(
         self, prompt: Any = 0, salt: str | None = None, *, reuse: bool = True
     ) -> Request:
-        with self._turn():
-            request, *twins = self._everywhere(
+        with self._everywhere.turn():
+            request, *twins = self._everywhere.call(
                 lambda manager, of, nth: manager.admit_request(
                     _part(prompt, nth), salt, reuse=reuse
                 )
             )
-            self._twins[request] = tuple(twins)
+            self._everywhere.twins[request] = tuple(twins)
             if all(twin.length == request.length for twin in twins):
                 return request
             self.release_request(request)
             return self.admit_request(prompt, salt, reuse=False)
 
     def continue_request(self, request: Request, prompt: Prompts) -> Resume:
-        return self._everywhere(
+        return self._everywhere.call(
             lambda manager, of, nth: manager.continue_request(of(request), prompt.parts[nth])
         )[0]
 
     def fork(self, request: Request, count: int) -> list[Request]:
-        with self._turn():
-            forks, *theirs = self._everywhere(
+        with self._everywhere.turn():
+            forks, *theirs = self._everywhere.call(
                 lambda manager, of, nth: manager.fork(of(request), count)
             )
             for fork, *twins in zip(forks, *theirs, strict=True):
-                self._twins[fork] = tuple(twins)
+                self._everywhere.twins[fork] = tuple(twins)
             return forks
 
     def rewind(self, request: Request, length: int) -> Resume:
-        with self._turn():
-            resume = self._everywhere(lambda manager, of, nth: manager.rewind(of(request), length))[
-                0
-            ]
-            if all(twin.length == request.length for twin in self._twins[request]):
+        with self._everywhere.turn():
+            resume = self._everywhere.call(
+                lambda manager, of, nth: manager.rewind(of(request), length)
+            )[0]
+            if all(twin.length == request.length for twin in self._everywhere.twins[request]):
                 return resume
-            self._everywhere(lambda manager, of, nth: manager.reset_slot(of(request)))
+            self._everywhere.call(lambda manager, of, nth: manager.room.reset_slot(of(request)))
             return Resume(start=0, reused_tokens=0, end=length, source="nothing")
 
     def supply_ids(self, request: Request, ids: Any) -> None:
-        self._everywhere(lambda manager, of, nth: manager.supply_ids(of(request), ids))
+        self._everywhere.call(lambda manager, of, nth: manager.supply_ids(of(request), ids))
 
     def release_request(self, request: Request) -> None:
-        self._everywhere(lambda manager, of, nth: manager.release_request(of(request)))
-
-    def release_later(self, request: Request, *, suspend: bool = False) -> None:
-        self._leaving.append(request)
-        if self._depth or not self._busy.acquire(blocking=False):
-            return
-        try:
-            with suppress(RecoveryNeeded), self._turn():
-                pass  # every call begins with the deferred releases
-        finally:
-            self._busy.release()
-
-    def evict(self, blocks: int | None = None) -> int:
-        return self._everywhere(lambda manager, of, nth: manager.evict(blocks))[0]
+        self._everywhere.release(request)
 
     # ---- steps -----------------------------------------------------------------------------
 
-    @property
-    def open_plan(self) -> ForwardPlan | None:
-        return self._first.open_plan
-
     def prepare_forward(self, steps: Any, **options: Any) -> ForwardPlan:
-        with self._turn():
-            plan, *theirs = self._everywhere(
+        with self._everywhere.turn():
+            plan, *theirs = self._everywhere.call(
                 lambda manager, of, nth: manager.prepare_forward(
                     [(of(request), *rest) for request, *rest in steps], **options
                 )
@@ -260,7 +312,7 @@ class Lockstep:
 
     def _twin_of(self, batch: Batch, nth: int) -> Batch:
         """The batch of the same rows on another device."""
-        for plan in self._first.open_plans:
+        for plan in self._first.room.open_plans:
             for own, twin in zip(plan.batches, self._plans[id(plan)][nth - 1].batches, strict=True):
                 if own is batch:
                     return twin
@@ -269,7 +321,7 @@ class Lockstep:
     def commit(self, plan: ForwardPlan, *, partial: bool = False, **options: Any) -> None:
         """Raises PlanError for a step that a layer on any device has not stored; then no manager
         has committed."""
-        with self._turn():
+        with self._everywhere.turn():
             for manager, each in zip(
                 self.managers[1:], self._plans.get(id(plan), ()), strict=False
             ):
@@ -290,13 +342,12 @@ class Lockstep:
     def _end(self, plan: ForwardPlan, call: Callable[[KVCacheManager, ForwardPlan], None]) -> None:
         """A plan that a call ends, and its twins."""
         twins = (plan, *self._plans.get(id(plan), ()))
-        self._everywhere(lambda manager, of, nth: call(manager, twins[nth]))
+        self._everywhere.call(lambda manager, of, nth: call(manager, twins[nth]))
         del self._plans[id(plan)]
 
     def recover(self) -> None:
         """Several devices cannot be recovered: from now on all calls raise."""
-        self._is_broken = True
-        self._refuse()
+        self._everywhere.refuse()
 
     def warmup(self, **options: Any) -> int:
         return sum(manager.warmup(**options) for manager in self.managers)
@@ -327,17 +378,11 @@ class Lockstep:
         sums = {name: sum(getattr(part, name) for _, part in parts) for name in names}
         return ResidencyStats(**sums, layers=tuple(sorted(layers, key=lambda each: each.layer)))
 
-    def memory_bytes(self) -> MemoryBytes:
-        """On all devices together."""
-        parts = [manager.memory_bytes() for manager in self.managers]
-        names = [field.name for field in fields(MemoryBytes)]
-        return MemoryBytes(**{name: sum(getattr(part, name) for part in parts) for name in names})
-
     def check_invariants(self) -> None:
         for nth, manager in enumerate(self.managers):
             manager.check_invariants()
             for request in self.requests:
-                twin = self._twin(nth, request)
+                twin = self._everywhere.twin(nth, request)
                 assert (twin.slot, twin.length) == (request.slot, request.length)
                 assert twin.block_ids == request.block_ids
 
@@ -358,7 +403,7 @@ def schema_part(schema: CacheSchema, layers: Sequence[int]) -> CacheSchema:
     )
     keeps_apart = any(
         page is not None and page.apart
-        for page in (schema.page("entries", layer) for layer in layers)
+        for page in (schema.layout.page("entries", layer) for layer in layers)
     )
     return CacheSchema.build(
         replace(model, layers=chosen),
@@ -376,10 +421,10 @@ def _host_options(
     part: CacheSchema, schema: CacheSchema, host_memory: int | str | None, hot_rows: int | None
 ) -> dict[str, Any]:
     """A device without entries that may be in host memory has none of it."""
-    if schema.entries_bytes and host_memory is not None:
-        if not part.entries_bytes:
+    if schema.bytes.entries and host_memory is not None:
+        if not part.bytes.entries:
             return {}
-        host_memory = parse_bytes(host_memory) * part.entries_bytes // schema.entries_bytes
+        host_memory = parse_bytes(host_memory) * part.bytes.entries // schema.bytes.entries
     return {"host_memory": host_memory, "hot_rows": hot_rows}
 
 

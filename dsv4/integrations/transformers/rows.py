@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.hints import Hints
-from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.requests import LENGTH, Request, root_of
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
 from dsv4.integrations.transformers.lockstep import Manager, Prompts
@@ -183,7 +183,7 @@ class RowPool:
             return self._continue_or_admit(prompts, lent, salt, hints)
         self.evict(len(prompts))
         fetched = partial(self.manager.tiers.admit, timeout_s=self._fetch_timeout_s)
-        read: list[Any] = [self.manager.prompt(each, salt, hints=hints) for each in prompts]
+        read: list[Any] = [self.manager.prefix.prompt(each, salt, hints=hints) for each in prompts]
         return self._all(partial(fetched, prompt) for prompt in read)
 
     def _all(self, calls: Iterable[Callable[[], Request]]) -> list[Request]:
@@ -194,7 +194,7 @@ class RowPool:
                 admitted.append(call())
         except BaseException:
             for request in admitted:
-                self.manager.release_later(request)
+                self.manager.room.release_later(request)
             raise
         return admitted
 
@@ -224,7 +224,7 @@ class RowPool:
     def release_later(self, requests: Sequence[Request]) -> None:
         """The same, safe at any time and from any thread, where a garbage collection starts too."""
         for request in requests:
-            self.manager.release_later(request, suspend=self._has_tiers)
+            self.manager.room.release_later(request, suspend=self._has_tiers)
 
     def give_back(self, requests: list[Request], history: History) -> None:
         """Rows that their cache does not need any more, at any time and from any thread: they are
@@ -276,12 +276,12 @@ class RowPool:
     ) -> list[Request]:
         self._collect()
         manager = self.manager
-        read: list[Any] = [manager.prompt(prompt, salt, hints=hints) for prompt in prompts]
+        read: list[Any] = [manager.prefix.prompt(prompt, salt, hints=hints) for prompt in prompts]
         takers: dict[KnownRow, list[int]] = {}
         starts = [0] * len(prompts)
         for nth, prompt in enumerate(prompts):
             donor, starts[nth] = self._best(prompt, read[nth], lent)
-            if donor is not None and starts[nth] > manager.look_up(read[nth]).start:
+            if donor is not None and starts[nth] > manager.prefix.look_up(read[nth]).start:
                 takers.setdefault(donor, []).append(nth)
         taken = [row for row in self._rows if row in takers]
         self._rows = [row for row in self._rows if row not in takers]
@@ -300,7 +300,7 @@ class RowPool:
                     admitted[nth] = manager.admit_request(waiting)
         except BaseException:
             for request in {*admitted.values(), *(row.request for row in taken)}:
-                manager.release_later(request)
+                manager.room.release_later(request)
             raise
         return [admitted[nth] for nth in range(len(prompts))]
 
@@ -381,7 +381,7 @@ class CacheRows:
         """How many tokens each row has, without its padding. It takes the same time for many rows
         as for one."""
         slots = [*map(_SLOT, self.requests)]
-        found: list[int] = self.manager.table.numbers[LENGTH, slots].tolist()
+        found: list[int] = self.manager._parts.table.numbers[LENGTH, slots].tolist()
         return found
 
     # ---- rows ------------------------------------------------------------------------------
@@ -407,10 +407,10 @@ class CacheRows:
 
     def check_batch(self, batch: int, writer: Writer) -> None:
         """Raises InvalidInput for a batch that does not fit these rows."""
-        if batch > self.manager.max_requests:
+        if batch > self.manager.memory.max_requests:
             raise InvalidInput(
                 f"a batch of {batch} rows, but the cache was made for max_batch="
-                f"{self.manager.max_requests}: make it larger or split the batch"
+                f"{self.manager.memory.max_requests}: make it larger or split the batch"
             )
         if self.requests and batch != len(self.requests):
             raise InvalidInput(
@@ -462,11 +462,11 @@ class CacheRows:
         self.history = self.history.take(index)
 
     def _check_size(self, rows: int) -> None:
-        free = self.manager.max_requests - self.manager.stats().requests_live
+        free = self.manager.memory.max_requests - self.manager.stats().requests_live
         if rows - len(self.requests) > free:
             raise InvalidInput(
                 f"{len(self.requests)} rows cannot become {rows}: the cache was made for max_batch="
-                f"{self.manager.max_requests}, and {free} more are free"
+                f"{self.manager.memory.max_requests}, and {free} more are free"
             )
 
     # ---- tokens ----------------------------------------------------------------------------
@@ -583,7 +583,7 @@ class CacheRows:
         the plan does not see, so a plan only takes blocks, updates the block table and moves the
         lengths."""
         manager = cast(KVCacheManager, self.manager)  # of one device: transformers' layers run
-        piece = max(1, manager.max_step_tokens // len(self.requests))
+        piece = max(1, manager.memory.max_step_tokens // len(self.requests))
         for first in range(0, columns, piece):
             count = min(piece, columns - first)
             with manager.step([(request, count) for request in self.requests]) as plan:
