@@ -4,7 +4,7 @@ what to change; a call that raises has changed nothing."""
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 
 class Dsv4Error(Exception):
@@ -217,6 +217,11 @@ class OfferError(Dsv4Error):
         "failed"   the link or the device reported an error
         "cancelled"
     """
+
+    reasons: ClassVar[tuple[str, ...]] = (
+        *("damaged", "version", "untrusted", "schema", "model", "busy", "gone", "refused", "late"),
+        *("failed", "cancelled"),
+    )
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
