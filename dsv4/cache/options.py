@@ -101,7 +101,7 @@ class ManagerOptions(TypedDict, total=False):
         None,
         _count,
         "With host_memory: entries of a layer that each request has on the device once it has "
-        "fetched them. None: four times what a step selects.",
+        "fetched them. None: at most four times what a step selects.",
     ]
     entry_rows: Annotated[
         int | None,
