@@ -38,7 +38,6 @@ from dsv4.residency_planner import plan_residency
 from dsv4.units import parse_bytes, parse_link, parse_tokens
 
 ROOT = Path(__file__).parents[1]
-GENERATED = ("docs/reference/commands.md",)  # from --help, when the site is built
 # pages that are journals of dated runs: each of their sections names commit, day and machine
 JOURNALS = ("docs/kernels/append_log.md", "docs/kernels/read_log.md")
 PAGES = (
@@ -46,7 +45,7 @@ PAGES = (
     *sorted(
         path
         for found in (ROOT / "docs").rglob("*.md")
-        if (path := found.relative_to(ROOT).as_posix()) not in (*JOURNALS, *GENERATED)
+        if (path := found.relative_to(ROOT).as_posix()) not in JOURNALS
     ),
 )
 _TRANSFORMERS = "versions of transformers"

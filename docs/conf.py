@@ -18,6 +18,7 @@ from typer.cli import get_docs_for_click  # noqa: E402
 from dsv4 import __version__  # noqa: E402
 from dsv4.cli import app as command  # noqa: E402
 from tools import planner_page  # noqa: E402
+from tools.reference_pages import is_internal  # noqa: E402
 
 project = "dsv4"
 author = copyright = "the dsv4 authors"
@@ -58,11 +59,12 @@ html_theme_options = {"navigation_with_keys": True}
 linkcheck_ignore = [r"http://127\.0\.0\.1.*", r"http://localhost.*"]
 linkcheck_timeout = 20
 
-# what `--help` prints, as a page
-_click = typer.main.get_command(command)
-with typer.Context(_click, info_name="dsv4") as _context:
-    _page = get_docs_for_click(obj=_click, ctx=_context, name="dsv4", title="The `dsv4` command")
-(HERE / "reference" / "commands.md").write_text(_page, encoding="utf-8")
+
+def commands() -> str:
+    """What `--help` prints, of every command."""
+    click = typer.main.get_command(command)
+    with typer.Context(click, info_name="dsv4") as context:
+        return get_docs_for_click(obj=click, ctx=context, name="dsv4", title="The `dsv4` command")
 
 
 # ---- links to files that are not pages --------------------------------------------------------
@@ -86,6 +88,8 @@ def elsewhere(folder: str, text: str) -> str:
 def setup(app: Any) -> None:
     def page(_: Any, name: str, content: list[str]) -> None:
         content[0] = elsewhere(join("docs", name, ".."), content[0])
+        if name == "reference/commands":
+            content[0] = commands()
 
     def included(_: Any, path: Path, name: str, content: list[str]) -> None:
         content[0] = elsewhere("", content[0])
@@ -94,6 +98,10 @@ def setup(app: Any) -> None:
         if error is None and app.builder.name == "html":
             planner_page.write(Path(app.outdir) / "_static" / "planner" / "python")
 
+    def skipped(_: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+        return True if is_internal(member) else None
+
+    app.connect("autodoc-skip-member", skipped)
     app.connect("build-finished", with_python)
     app.connect("source-read", page)
     app.connect("include-read", included)

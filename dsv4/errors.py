@@ -4,7 +4,7 @@ what to change; a call that raises has changed nothing."""
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 MOST_COUNTED = 10**40  # of bytes, tokens or anything else: far above all that there is
 
@@ -222,6 +222,11 @@ class OfferError(Dsv4Error):
         "failed"   the link or the device reported an error
         "cancelled"
     """
+
+    reasons: ClassVar[tuple[str, ...]] = (
+        *("damaged", "version", "untrusted", "schema", "model", "busy", "gone", "refused", "late"),
+        *("failed", "cancelled"),
+    )
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from dsv4.cache.quotas import Quotas
+from dsv4.errors import OfferError
 from dsv4.extras import needed_by
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _prefix_families(prefix: PrefixStats) -> Iterator[Any]:
     )
     yield _counter(
         "dsv4_prefix_tokens",
-        "Prompt tokens: requested, skipped, in shared blocks.",
+        "Tokens of prompts: asked; skipped are not computed; shared are in blocks others have too.",
         "what",
         {
             "asked": prefix.tokens_asked,
@@ -110,7 +111,7 @@ def _prefix_families(prefix: PrefixStats) -> Iterator[Any]:
     for name, text, found in (
         ("lifetime", "Of evicted blocks: how long they were cached.", prefix.block_lifetime_s),
         ("idle_before_evict", "Of evicted blocks: how long none used them.", prefix.block_idle_s),
-        ("reuse_gap", "Of blocks that were found: since when they were not.", prefix.block_gap_s),
+        ("reuse_gap", "Time between two uses of a block.", prefix.block_gap_s),
     ):
         yield _histogram(f"dsv4_kv_block_{name}_seconds", text, found)
 
@@ -210,7 +211,12 @@ def _handoff_families(handoff: HandoffStats) -> Iterator[Any]:
         "what",
         {"accepted": handoff.arrivals, "arrived": handoff.requests_arrived},
     )
-    yield _counter("dsv4_handoff_errors", "Failed arrivals, by reason.", "reason", handoff.errors)
+    yield _counter(
+        "dsv4_handoff_errors",
+        "Failed arrivals, by reason.",
+        "reason",
+        {**dict.fromkeys(OfferError.reasons, 0), **handoff.errors},
+    )
     yield _counter(
         "dsv4_handoff_bytes",
         "Bytes read from other managers.",
@@ -230,7 +236,10 @@ def _records(tier: TierStats) -> dict[str, float]:
 
 
 def _refused(tier: TierStats) -> dict[str, float]:
-    return {str(reason): count for reason, count in tier.refused.items()}
+    from dsv4.tiers.record import Reason  # needs the extra of tiers, which is there with one
+
+    # from 0 on: the rate of a series that begins with 1 is 0
+    return {str(reason): tier.refused.get(reason, 0) for reason in Reason}
 
 
 def _bytes(tier: TierStats) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -281,9 +282,8 @@ def preset_name(name: str) -> str | None:
     """The key in PRESETS that a name means, however it is written."""
     if name in PRESETS:
         return name
-    found = name.lower().replace("_", "-").removeprefix("deepseek-ai/").removeprefix("deepseek-")
-    found = found.replace("v4.1", "v41")
-    return found if found in PRESETS else None
+    found = re.sub(r"[-_.\s]", "", name.lower().removeprefix("deepseek-ai/"))
+    return _WRITTEN_TOGETHER.get(found.removeprefix("deepseek"))
 
 
 def config_path(name: str | Path) -> Path | None:
@@ -824,3 +824,4 @@ PRESETS: dict[str, ModelSpec] = {
         ),
     ),
 }
+_WRITTEN_TOGETHER = {name.replace("-", ""): name for name in PRESETS}

@@ -113,6 +113,11 @@ def plan_tier(
     block = padded(HEADER_BYTES + schema.bytes.block)
     snapshot = padded(HEADER_BYTES + SnapshotLayout(schema).row_bytes)
     per_token = block / schema.block_tokens + (snapshot / period if period else 0)
+    if tier_bytes < block:
+        raise InvalidInput(
+            f"a tier of {tier_bytes:,} bytes holds no record, of which a block's takes {block:,}: "
+            f"write its unit too, 4TB"
+        )
     return TierSizing(
         tier_bytes=tier_bytes,
         snapshot_period_tokens=period,

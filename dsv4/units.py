@@ -104,10 +104,11 @@ def format_like(count_bytes: int, written: str | int | None) -> str:
 
 
 def format_tokens(tokens: int) -> str:
-    """Whole multiples with their unit ("128k", "1M"), everything else in full ("1,000,000")."""
+    """Whole multiples with their unit ("128k", "1M"), everything else in full ("1,000,000"), round
+    decimal numbers too ("128,000", though it is 125k)."""
     require_count("tokens", tokens, at_least=0)
     for suffix, factor in (("M", 1024**2), ("k", 1024)):
-        if tokens and tokens % factor == 0:
+        if tokens % 1000 and tokens % factor == 0:
             return f"{tokens // factor:,}{suffix}"
     return f"{tokens:,}"
 

@@ -11,11 +11,17 @@ import re
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dsv4
-from tools import drawings
+from dsv4.cache.build import CacheOptions
+from dsv4.cache.handoff.handoff import Handoff
+from dsv4.cache.requests import Request
+from dsv4.cache.transfers.tiers import Tiers
+from tools import drawings, reference_pages
+from tools.reference_pages import is_internal
 
 DOCS = Path(__file__).parents[1] / "docs"
 PUBLIC = [name for name in dsv4.__all__ if name != "__version__"]
@@ -33,7 +39,7 @@ def test_every_page_is_in_a_menu() -> None:
         path.relative_to(DOCS).with_suffix("").as_posix()
         for path in [*DOCS.rglob("*.md"), *NOTEBOOKS]
         if "_build" not in path.parts
-    } | {"reference/commands"}  # generated
+    }
     assert named == found
 
 
@@ -76,6 +82,38 @@ def test_what_one_gives_to_a_public_name_is_explained(name: str) -> None:
         if found.kind is not found.VAR_POSITIONAL:
             family = argument.partition("_")[0] + "_"  # `blocks_` in total, free and live
             assert re.search(rf"\b{argument}\b|`{family}`", text), argument
+
+
+def test_the_page_of_options_is_made_of_the_code() -> None:
+    """`python -m tools.reference_pages` puts it right."""
+    text = reference_pages.PAGE.read_text("utf-8")
+    assert reference_pages.with_tables(text) == text
+    for name in CacheOptions.__annotations__:
+        assert f"| `{name}` |" in text
+
+
+@pytest.mark.parametrize("cls", [Tiers, Handoff])
+def test_the_calls_of_a_part_of_the_manager_are_explained_and_in_the_reference(cls: type) -> None:
+    page = (DOCS / "reference" / "tiers.md").read_text("utf-8")
+    assert f".. autoclass:: {cls.__module__}.{cls.__name__}\n" in page
+    shown = [name for name in calls(cls) if not is_internal(vars(cls)[name])]
+    assert "close" in shown
+    for name in shown:
+        assert inspect.getdoc(vars(cls)[name]), name
+
+
+@pytest.mark.parametrize("cls", [Request, Tiers, Handoff])
+def test_internal_calls_are_left_out_of_the_reference(cls: Any) -> None:
+    left_out = {name for name in calls(cls) if is_internal(vars(cls)[name])}
+    assert left_out == cls._internal & {*calls(cls)} != set()
+
+
+def calls(cls: type) -> list[str]:
+    return [
+        name
+        for name, found in vars(cls).items()
+        if not name.startswith("_") and (callable(found) or isinstance(found, property))
+    ]
 
 
 @pytest.mark.parametrize("drawing", drawings.drawings(), ids=lambda drawing: drawing.name)

@@ -51,8 +51,9 @@ def test_python_blocks_run_one_after_the_other_where_only_the_package_is_install
 @pytest.mark.timeout(120)
 def test_the_server_answers_as_printed(tmp_path: Path) -> None:
     """On another port than the printed one, which may be taken."""
-    (block,) = (each for each in SHELL if "dsv4 serve" in each)
-    serve, curl = block.replace("\\\n", " ").splitlines()
+    blocks = [each.replace("\\\n", " ") for each in SHELL]
+    (serve,) = (each.strip() for each in blocks if "dsv4 serve" in each)  # alone: it does not end
+    (curl,) = (each.strip() for each in blocks if each.startswith("curl "))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

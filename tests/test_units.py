@@ -127,6 +127,8 @@ def test_bytes_are_shown_in_the_largest_unit(count_bytes: int, text: str) -> Non
         (131_072, "128k"),
         (1_048_576, "1M"),
         (1_000_000, "1,000,000"),
+        (128_000, "128,000"),  # 125k, which nobody means
+        (1_024_000, "1,024,000"),
     ],
 )
 def test_tokens_are_shown_exactly(tokens: int, text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from prometheus_client import Metric
 
 import dsv4
+from dsv4 import KVCacheManager
 from dsv4.metrics import ManagerCollector
 from dsv4.serve.metrics import Metrics
 
@@ -21,8 +23,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "operations" / "metrics.md"
 BEGIN, END = "<!-- metrics -->\n", "<!-- end of metrics -->"
 
 
-def families() -> Iterator[Metric]:
-    """Of a manager with a prefix cache, a tier and a hand-off, and of a server over it."""
+@contextmanager
+def everything() -> Iterator[tuple[KVCacheManager, Metrics]]:
+    """A manager with a prefix cache, a tier and a hand-off, and the metrics of a server over it."""
     tier = dsv4.HostTier(16 << 20)
     manager = dsv4.Cache(
         "tiny",
@@ -35,7 +38,6 @@ def families() -> Iterator[Metric]:
     try:
         quota = dsv4.Quota(device_bytes=1 << 20, host_bytes=1 << 20)
         dsv4.Quotas(manager).set("a tenant", quota)
-        yield from ManagerCollector(manager).collect()
         counters = SimpleNamespace(
             **dict.fromkeys(
                 ("prompt_tokens", "generated_tokens", "cached_tokens", "preemptions", "failures"), 0
@@ -45,14 +47,21 @@ def families() -> Iterator[Metric]:
         runner: Any = SimpleNamespace(
             manager=manager, engine=SimpleNamespace(jobs=[]), counters=counters, tokens_per_s=0.0
         )
-        server = Metrics(runner)
-        for histogram in (server.first, server.later, server.whole):
-            yield from histogram.collect()
-        yield from server.collect()
+        yield manager, Metrics(runner)
     finally:
         manager.handoff.close()
         manager.tiers.close(timeout_s=5)
         tier.close(timeout_s=5)
+
+
+def families() -> Iterator[tuple[str, Metric]]:
+    """All of them, each with who has it."""
+    with everything() as (manager, server):
+        for family in ManagerCollector(manager).collect():
+            yield "manager", family
+        for collector in (server.first, server.later, server.whole, server):
+            for family in collector.collect():
+                yield "server", family
 
 
 def exported(family: Metric) -> str:
@@ -60,9 +69,9 @@ def exported(family: Metric) -> str:
     return family.name + ("_total" if family.type == "counter" else "")
 
 
-def table(found: Iterable[Metric]) -> str:
-    lines = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
-    for family in found:
+def table(found: Iterable[tuple[str, Metric]]) -> str:
+    lines = ["| metric | of | kind | labels | what it counts |", "| --- | --- | --- | --- | --- |"]
+    for owner, family in found:
         labels: dict[str, set[str]] = {}
         for sample in family.samples:
             for name, value in sample.labels.items():
@@ -72,7 +81,9 @@ def table(found: Iterable[Metric]) -> str:
             f"`{name}`" + ("" if name in ("tier", "salt") else ": " + ", ".join(sorted(values)))
             for name, values in sorted(labels.items())
         )
-        lines.append(f"| `{exported(family)}` | {family.type} | {told} | {family.documentation} |")
+        lines.append(
+            f"| `{exported(family)}` | {owner} | {family.type} | {told} | {family.documentation} |"
+        )
     return "\n".join(lines) + "\n"
 
 

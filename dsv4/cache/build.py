@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Annotated, Any, TypedDict, Unpack, cast
 
 from dsv4.cache import assembly
 from dsv4.cache.manager import KVCacheManager
@@ -18,18 +18,32 @@ from dsv4.units import parse_bytes, parse_tokens
 
 class SchemaOptions(TypedDict, total=False):
     """Options of `CacheSchema.build`, except `max_context` and `entries_apart`, which
-    `host_memory` implies."""
+    `host_memory` implies: type, and what it does."""
 
-    block_tokens: int
-    align_bytes: int
-    ring_rows: int | None
-    max_draft_tokens: int
-    steps_ahead: int
-    entry_format: str | RecordFormat | None
-    window_format: str | RecordFormat | None
-    index_format: str | RecordFormat
-    hca_state: HcaState
-    page_form: PageForm
+    block_tokens: Annotated[int, "Tokens of a block: a multiple of every compress ratio."]
+    align_bytes: Annotated[int, "Where pages start: 32, or 576 where SM100's TMA asks for it."]
+    ring_rows: Annotated[
+        int | None, "Rows of the window ring. None: the fewest that the next two options allow."
+    ]
+    max_draft_tokens: Annotated[int, "Draft tokens of a step that may be rejected."]
+    steps_ahead: Annotated[int, "Steps that may be planned before the results of one are known."]
+    entry_format: Annotated[
+        str | RecordFormat | None, "Record format of entries. None: that of the model's training."
+    ]
+    window_format: Annotated[
+        str | RecordFormat | None,
+        "Record format of the window. None: entry_format where given, else that of the training.",
+    ]
+    index_format: Annotated[str | RecordFormat, "Record format of index keys."]
+    hca_state: Annotated[
+        HcaState,
+        'The unfinished group of HCA layers: "raw", each token of it, or "online", folded into a '
+        "running softmax.",
+    ]
+    page_form: Annotated[
+        PageForm,
+        'Where a record of a page is: "planes", data apart from scales, or "records", each whole.',
+    ]
 
 
 class CacheOptions(SchemaOptions, ManagerOptions, total=False):
@@ -55,9 +69,9 @@ def Cache(
     "40GiB". `max_requests` may be live at once, each up to `max_context` tokens (default: all
     positions of the model); at least one of `context` tokens (default: `max_context`) must fit.
     Prompts with the same beginning share it; `prefix=None` switches that off. All other options are
-    those of `CacheSchema.build` and `KVCacheManager`; with `steps_ahead` as many plans may be open
-    as that needs, and with `host_memory` entries may be in host memory. Raises ConfigError,
-    SchemaError, PoolTooSmall (with the minimum), InvalidInput.
+    those of `CacheSchema.build` and `KVCacheManager`, which docs/reference/options.md lists; with
+    `steps_ahead` as many plans may be open as that needs, and with `host_memory` entries may be in
+    host memory. Raises ConfigError, SchemaError, PoolTooSmall (with the minimum), InvalidInput.
     """
     refuse_unknown("Cache", options, (*_OWN_OPTIONS, *CacheOptions.__annotations__))
     schema_options, manager_options = (

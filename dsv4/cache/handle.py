@@ -487,9 +487,10 @@ class LayerCacheHandle(Uncopied):
 
         `q` [tokens, index heads, index_dim] are raw projections and are **overwritten** by RoPE,
         Hadamard and the round trip through the index format, unless `prepared` says that this has
-        been done. `index_weights` [tokens, index heads] are already scaled. Both are bf16, or fp32
-        where the index format keeps fp32. `round_bf16` rounds scores as the model was trained;
-        without, they are fp32. Index keys of the latent (V4.1) have no Hadamard, nor have queries.
+        been done. `index_weights` [tokens, index heads] are already scaled by (index heads *
+        index_dim) ** -0.5. Both are bf16, or fp32 where the index format keeps fp32. `round_bf16`
+        rounds scores as the model was trained; without, they are fp32. Index keys of the latent
+        (V4.1) have no Hadamard, nor have queries.
 
         `candidates` int32 [tokens, candidate_blocks], if given, are written by a layer whose
         candidates others use, and read by those. They are valid only within one step. Raises

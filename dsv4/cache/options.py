@@ -50,30 +50,66 @@ def _list(name: str, value: object) -> object:
 
 
 class ManagerOptions(TypedDict, total=False):
-    """Options of `KVCacheManager` and of what builds one: type, default, and the check that returns
-    a value as it is kept.
+    """Options of `KVCacheManager` and of what builds one: type, default, the check that returns a
+    value as it is kept, and what it does (docs/reference/options.md is made of these)."""
 
-    `max_step_tokens` and `max_open_plans` size the step buffers. `prefix` keeps prompts after their
-    requests are released, `tiers` keep them below the device, the fastest first, `handoff` sends
-    requests to other managers; without an option the manager does not do it. `batch_invariant`:
-    docs/exactness.md. With `host_memory`, in bytes or as "256GB", entries may be there
-    (docs/residency.md): `hot_rows` is how many of a layer each request has on the device once it
-    has fetched them, `entry_rows` for how many blocks all of them have room there (default: the
-    fewest that work; `manager_from_memory` computes it). The schema must have been built with
-    entries_apart=True.
-    """
-
-    max_step_tokens: Annotated[int, 8192, require_count]
-    device: Annotated[torch.device | str, "cpu", _any]
-    backend: Annotated[BackendName | None, None, _any]
-    prefix: Annotated[PrefixOptions | None, None, _prefix]
-    max_open_plans: Annotated[int, 1, require_count]
-    tiers: Annotated[Sequence["Tier"], (), _list]
-    handoff: Annotated["HandoffOptions | None", None, _any]
-    batch_invariant: Annotated[bool, False, _flag]
-    host_memory: Annotated[int | str | None, None, _bytes]
-    hot_rows: Annotated[int | None, None, _count]
-    entry_rows: Annotated[int | None, None, _count]
+    max_step_tokens: Annotated[
+        int, 8192, require_count, "The most tokens of a step. It sizes buffers and workspace."
+    ]
+    device: Annotated[torch.device | str, "cpu", _any, 'Where the cache is: "cuda", "cuda:1".']
+    backend: Annotated[
+        BackendName | None,
+        None,
+        _any,
+        "What runs the operations. None: the kernels where the device is a GPU, else the reference "
+        "in plain PyTorch.",
+    ]
+    prefix: Annotated[
+        PrefixOptions | None,
+        None,
+        _prefix,
+        "Keeps prompts after their requests are released, and shares them. `Cache` gives "
+        "PrefixOptions(); None: no prefix cache.",
+    ]
+    max_open_plans: Annotated[
+        int,
+        1,
+        require_count,
+        "Plans that may be open at once; each has step buffers. `Cache` gives 1 + steps_ahead.",
+    ]
+    tiers: Annotated[
+        Sequence["Tier"], (), _list, "Keep what is cached below the device, the fastest first."
+    ]
+    handoff: Annotated[
+        "HandoffOptions | None", None, _any, "Sends requests to other managers and takes theirs."
+    ]
+    batch_invariant: Annotated[
+        bool,
+        False,
+        _flag,
+        "No bit of what a token reads depends on what else is in its step (docs/exactness.md).",
+    ]
+    host_memory: Annotated[
+        int | str | None,
+        None,
+        _bytes,
+        'Bytes, or "256GB", of the host in which entries may be (docs/residency.md). A schema of '
+        "your own needs entries_apart=True.",
+    ]
+    hot_rows: Annotated[
+        int | None,
+        None,
+        _count,
+        "With host_memory: entries of a layer that each request has on the device once it has "
+        "fetched them. None: at most four times what a step selects.",
+    ]
+    entry_rows: Annotated[
+        int | None,
+        None,
+        _count,
+        "With host_memory: blocks whose entries have room on the device. None: the fewest that "
+        "work; `Cache` and `manager_from_memory` compute it.",
+    ]
 
 
 def complete(options: ManagerOptions) -> ManagerOptions:
@@ -84,7 +120,7 @@ def complete(options: ManagerOptions) -> ManagerOptions:
     found: dict[str, Any] = {}
     for name, annotation in known.items():
         check: Callable[[str, Any], Any]
-        default, check = annotation.__metadata__
+        default, check, _ = annotation.__metadata__
         found[name] = check(name, options.get(name, default))
     for name in ("hot_rows", "entry_rows"):
         if found[name] is not None and found["host_memory"] is None:

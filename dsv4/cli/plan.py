@@ -76,7 +76,8 @@ def plan_command(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Size of the checkpoint: 150GB. Default: derived from the config.",
+            help="Size of the checkpoint: 150GB. Default: derived from the config, in the formats "
+            "that it names.",
             rich_help_panel=GPUS,
         ),
     ] = None,
@@ -96,7 +97,9 @@ def plan_command(
     ] = None,
     context: Annotated[
         str | None,
-        typer.Option(help="Tokens of each request: 1M, 128k, 1_000_000.", rich_help_panel=CACHE),
+        typer.Option(
+            help="Tokens of each request: 1M, 128k, 1_000_000; k is 1,024.", rich_help_panel=CACHE
+        ),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(help="Live requests at a time.", rich_help_panel=CACHE)
@@ -356,11 +359,19 @@ def plan_command(
         if as_json:
             typer.echo(json.dumps(_json(found, maps, plot, below, across, apart), indent=2))
         else:
-            print_plan(found, maps=maps, plot=plot, written=memory, details=details)
+            print_plan(
+                found,
+                maps=maps,
+                plot=plot,
+                written=memory,
+                details=details,
+                below=below,
+                tier=tier,
+            )
             if apart is not None:
                 print_residency(apart, memory)
             if below is not None:
-                print_tier(below, tier)
+                print_tier(below)
             if across is not None:
                 print_link(across)
         if found.fits is False and apart is None:

@@ -37,7 +37,7 @@ def load_of(
 def report(found: Deployment, gpus: Gpus, *, as_json: bool, disk: str | None = None) -> None:
     """Prints it, or one JSON object with its answer. `disk` as it was written."""
     if as_json:
-        typer.echo(json.dumps({"answer": answer(found, gpus), **found.to_dict()}, indent=2))
+        typer.echo(json.dumps({"answer": answer(found, gpus, disk), **found.to_dict()}, indent=2))
     else:
         print_deployment(found, gpus, disk)
 
@@ -45,13 +45,13 @@ def report(found: Deployment, gpus: Gpus, *, as_json: bool, disk: str | None = N
 def print_deployment(found: Deployment, gpus: Gpus, disk: str | None = None) -> None:
     """The answer, a GPU's memory, requests next to those of other caches, other layouts."""
     console = Console()
-    console.print(Text(answer(found, gpus), style="bold"), soft_wrap=True)
+    console.print(Text(answer(found, gpus, disk), style="bold"), soft_wrap=True)
     if found.chosen.rank is not None:
         _print_rank(console, found, gpus)
     _print_requests(console, found)
     _print_layouts(console, found)
     if found.tier is not None:
-        print_tier(found.tier, disk)
+        print_tier(found.tier)
     for note in notes(found):
         console.print(Text(note, style="dim"), soft_wrap=True)
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from dsv4.cache.schema import BlockBudget
 from dsv4.cli.tables import bytes_of, table_of
 from dsv4.planner import LinkSizing, Sizing, TierSizing
+from dsv4.planning.words import tier_sentence
 from dsv4.units import format_bytes, format_like, format_tokens
 
 
@@ -22,13 +23,17 @@ def print_plan(
     plot: Path | None,
     written: str | None = None,
     details: bool = False,
+    below: TierSizing | None = None,
+    tier: str | None = None,
 ) -> None:
-    """The answer, tables, and byte maps and the path of the plot where given. Memory is shown in
-    the unit of `written`; `details` adds where the bytes of a block and a slot go."""
+    """The answer, and what a tier `below` keeps; tables, and byte maps and the path of the plot
+    where given. Memory is shown in the unit of `written`, the tier's in that of `tier`; `details`
+    adds where the bytes of a block and a slot go."""
     console = Console()
     formats = found.formats
-    if found.question != "bytes":
-        console.print(Text(_answer(found, written), style="bold"), soft_wrap=True)
+    console.print(Text(_answer(found, written), style="bold"), soft_wrap=True)
+    if below is not None:
+        console.print(Text(tier_sentence(below, tier), style="bold"), soft_wrap=True)
     console.print(
         Text.assemble(
             (found.model, "bold"),
@@ -50,21 +55,13 @@ def print_plan(
         typer.echo(f"\n{text}")
 
 
-def print_tier(below: TierSizing, written: str | None = None) -> None:
-    """What a tier keeps, as a table and a sentence, in the unit of `written`."""
+def print_tier(below: TierSizing) -> None:
+    """What its records take."""
     console = Console()
     table = table_of("record in a tier", "bytes", "")
     table.add_row("block", *bytes_of(below.block_record_bytes))
     table.add_row("snapshot", *bytes_of(below.snapshot_record_bytes))
     console.print(table)
-    how = "without snapshots"
-    if below.snapshot_period_tokens:
-        how = f"with a snapshot every {below.snapshot_period_tokens:,}"
-    answer = (
-        f"A tier of {format_like(below.tier_bytes, written)} keeps {below.tokens:,} tokens {how}: "
-        f"{below.bytes_per_token:,.2f} bytes per token."
-    )
-    console.print(Text(answer, style="bold"), soft_wrap=True)
 
 
 def print_link(across: LinkSizing) -> None:
@@ -139,6 +136,11 @@ def _budget_table(budget: BlockBudget) -> Table:
 
 def _answer(found: Sizing, written: str | None) -> str:
     """The answer as a sentence."""
+    if found.question == "bytes":
+        return (
+            f"{found.model} keeps {found.bytes_per_token:,.10g} bytes for each token of context, "
+            f"and {format_like(found.bytes_per_request, 'GB')} for each live request."
+        )
     context = format_tokens(found.context_tokens or 0)
     who = f"{found.requests:,} request{'' if found.requests == 1 else 's'} of {context} tokens"
     needed = f"{format_like(found.needed_bytes or 0, written)} ({found.needed_bytes:,} bytes)"

@@ -96,6 +96,8 @@ class Deployment:
     """The answer. `weights_bytes` is the checkpoint without draft layers, unless these run;
     `needed_gpus` is given where nothing fits: as many of the same GPU as would hold one request of
     the shortest context that was asked for, with data-parallel attention (None: no number does).
+    `weights_formats` are those of routed experts and of projections, none where their size was
+    given; `weights_from` says where they are from.
     `fits` is False where fewer requests fit than were asked for."""
 
     model: str
@@ -103,6 +105,8 @@ class Deployment:
     count: int
     weights_bytes: int
     weights_by_format: dict[str, int]
+    weights_formats: tuple[str, ...]
+    weights_from: str
     chosen: LayoutFit
     others: tuple[LayoutFit, ...]
     asked_requests: int | None
@@ -143,6 +147,13 @@ class Weights:
         for each in self.tensors:
             found[each.format] = found.get(each.format, 0) + each.bytes
         return found
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of routed experts and of projections; one where they are the same."""
+        if self.shapes is None:
+            return ()
+        return tuple(dict.fromkeys((self.shapes.expert_format, self.shapes.dense_format)))
 
     def of_rank(self, layers: range, layout: Layout, *, last: bool) -> int:
         if not self.tensors:
@@ -194,6 +205,8 @@ def deploy(
         count=gpus.count,
         weights_bytes=weights.total_bytes,
         weights_by_format=weights.by_format,
+        weights_formats=weights.formats,
+        weights_from="given" if weights.shapes is None else weights.shapes.formats_from,
         chosen=chosen,
         others=others,
         asked_requests=requests,

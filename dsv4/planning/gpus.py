@@ -46,6 +46,8 @@ _LEAST_MEMORY = 10**9
 # a GPU that is only known by its memory gets the workspace of the one that needs most
 _LARGEST_WORKSPACE = 132
 _COUNTED = re.compile(r"\s*(?:([0-9]+)\s*[x\u00d7*]\s*)?(\S.*?)\s*", re.IGNORECASE)
+_BEFORE = re.compile(r"(?P<count>[0-9]+)\s*(?P<name>[a-z].*)", re.IGNORECASE)
+_AFTER = re.compile(r"(?P<name>.*\S)\s*[x\u00d7*]\s*(?P<count>[0-9]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,22 +64,28 @@ class Gpus:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Reads "4x80GB", "8xH200", "H200", "2 x 141 GB" or "80GB". Raises InvalidInput."""
+    """Reads "4x80GB", "8xH200", "8H200", "H200x8", "H200", "2 x 141 GB" or "80GB". Raises
+    InvalidInput."""
     match = _COUNTED.fullmatch(text) if isinstance(text, str) and len(text) <= 64 else None
     if match is None:
         raise _refused(text)
-    count, what = int(match[1] or 1), match[2]
-    if not 1 <= count <= _MOST_GPUS:
-        raise InvalidInput(f"{text!r} are {count:,} GPUs: give 1 to {_MOST_GPUS:,}")
-    named = GPUS.get(re.sub(r"[\s_]+", "-", what.lower()))
+    count, what = _checked(int(match[1] or 1), text), match[2]
+    named = _NAMED.get(_letters(what))
+    if named is None and match[1] is None:  # "8H100", "H100x8"
+        for pattern in (_BEFORE, _AFTER):
+            glued = pattern.fullmatch(text.strip())
+            found = _NAMED.get(_letters(glued["name"])) if glued is not None else None
+            if glued is not None and found is not None:
+                count, named = int(glued["count"]), found
     if named is not None:
-        return Gpus(count=count, gpu=named)
+        return Gpus(count=_checked(count, text), gpu=named)
     try:
         memory_bytes = parse_bytes(what)
     except InvalidInput:
         raise _refused(text) from None
     if memory_bytes < _LEAST_MEMORY:  # "80" would be bytes
-        raise _refused(text)
+        hint = f": did you mean {match[1] + 'x' if match[1] else ''}{what}GB? Otherwise"
+        raise _refused(text, hint if what.isdecimal() else ":")
     gpu = Gpu(name=what, memory_bytes=memory_bytes, hopper_processors=_LARGEST_WORKSPACE)
     return Gpus(count=count, gpu=gpu, unit=what)
 
@@ -87,8 +95,22 @@ def is_counted(text: str) -> bool:
     return bool(re.fullmatch(r"\s*[0-9]+\s*[x\u00d7*].*", text))
 
 
-def _refused(text: object) -> InvalidInput:
+def _letters(name: str) -> str:
+    """A name without case and separators."""
+    return re.sub(r"[\s_-]+", "", name.lower())
+
+
+def _checked(count: int, text: str) -> int:
+    if not 1 <= count <= _MOST_GPUS:
+        raise InvalidInput(f"{text!r} are {count:,} GPUs: give 1 to {_MOST_GPUS:,}")
+    return count
+
+
+_NAMED = {_letters(name): gpu for name, gpu in GPUS.items()}
+
+
+def _refused(text: object, hint: str = ":") -> InvalidInput:
     names = ", ".join(gpu.name for gpu in GPUS.values())
     return InvalidInput(
-        f"{text!r} names neither a GPU nor its memory: write 4x80GB, 8xH200 or one of {names}"
+        f"{text!r} names neither a GPU nor its memory{hint} write 4x80GB, 8xH200 or one of {names}"
     )

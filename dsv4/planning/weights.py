@@ -21,7 +21,7 @@ experts are divided over all ranks of a stage; everything else is in every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsv4.errors import ConfigError, is_whole
@@ -35,7 +35,7 @@ Part = Literal["routed experts", "everything else"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightShapes:
     """What a config says of weights beyond what the cache must know. `streams` are those of the
-    hyper-connections."""
+    hyper-connections; `formats_from` says which keys the formats are from, or which are missing."""
 
     vocab: int
     experts: int
@@ -49,6 +49,7 @@ class WeightShapes:
     hash_layers: int = 3
     expert_format: Format = "fp4"
     dense_format: Format = "fp8"
+    formats_from: str = field(default="as published", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,30 +104,67 @@ _MORE_KEYS = {
     "streams": ("hc_mult", "hc_mult"),
     "hash_layers": ("num_hash_layers", "n_hash_layers"),
 }
-_FORMATS: dict[str, Format] = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
+# as configs write them, in any case; fp16 takes what bf16 does
+_FORMATS: dict[str, Format] = {
+    **dict.fromkeys(("fp4", "mxfp4"), "fp4"),
+    **dict.fromkeys(("fp8", "float8_e4m3fn"), "fp8"),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32"), "fp32"),
+}
 
 
 def weight_shapes(config: Mapping[str, Any]) -> WeightShapes | None:
     """Those of a V4 config; None if it lacks any of them, or is V4.1's, whose weights are of
-    another kind. Raises ConfigError for a value of the wrong kind."""
+    another kind. Weights without a quantization_config or a dtype are bf16, experts without an
+    expert_dtype are like the others. Raises ConfigError for a value of the wrong kind, and for a
+    format that is not known."""
     own, v41 = int("n_layers" in config), any("kv_source" in key for key in config)
     if v41 or any(config.get(keys[own]) is None for keys in _KEYS.values()):
         return None
     read: dict[str, int] = {}
-    for field, keys in {**_KEYS, **_MORE_KEYS}.items():
+    for name, keys in {**_KEYS, **_MORE_KEYS}.items():
         value = config.get(keys[own])
         if value is None:
             continue
-        if not is_whole(value) or not 0 <= value < 2**31 or (field in _KEYS and not value):
+        if not is_whole(value) or not 0 <= value < 2**31 or (name in _KEYS and not value):
             raise ConfigError(
                 f"the config has {keys[own]}={value!r} where a whole number above 0 is needed"
             )
-        read[field] = int(value)
+        read[name] = int(value)
+    dense, dense_from = _dense_format(config)
+    experts, experts_from = dense, "no expert_dtype"
+    if config.get("expert_dtype") is not None:
+        experts = _format("expert_dtype", config["expert_dtype"])
+        experts_from = f"expert_dtype={config['expert_dtype']!r}"
+    return WeightShapes(
+        **read,
+        expert_format=experts,
+        dense_format=dense,
+        formats_from=f"the config has {dense_from} and {experts_from}",
+    )
+
+
+def _dense_format(config: Mapping[str, Any]) -> tuple[Format, str]:
+    """Of what is not a routed expert, and where the config says it."""
     quantised = config.get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    dense = _FORMATS.get(str(method or config.get("dtype") or config.get("torch_dtype")), "bf16")
-    experts = _FORMATS.get(str(config.get("expert_dtype")), dense)
-    return WeightShapes(**read, expert_format=experts, dense_format=dense)
+    if quantised is not None:
+        key = "quantization_config.quant_method"
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        return _format(key, method), f"{key}={method!r}"
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) is not None:
+            return _format(key, config[key]), f"{key}={config[key]!r}"
+    return "bf16", "neither quantization_config nor dtype"
+
+
+def _format(key: str, value: object) -> Format:
+    found = _FORMATS.get(str(value).lower().removeprefix("torch."))
+    if found is None:
+        raise ConfigError(
+            f"the config has {key}={value!r}, a format of weights whose size is not known here: "
+            f"give the size of all weights, --weights 150GB (known: {', '.join(_FORMATS)})"
+        )
+    return found
 
 
 def bytes_of(format_name: Format, parameters: int) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from dsv4.metrics import ManagerCollector
+from dsv4.serve.generation import FinishReason
 
 if TYPE_CHECKING:
     from dsv4.serve.runner import Counters, Runner
@@ -86,6 +87,6 @@ def counted(counters: Counters, *others: tuple[str, str, float]) -> Iterator[Any
     ended = CounterMetricFamily(
         "dsv4_request_success", "Requests that ended, by reason.", labels=["finished_reason"]
     )
-    for reason, count in tuple(counters.finished.items()):
-        ended.add_metric([reason], count)
+    for reason in get_args(FinishReason):
+        ended.add_metric([reason], counters.finished.get(reason, 0))
     yield ended

@@ -14,6 +14,8 @@ from tests.cli.test_plan import in_process_without
 from tests.planning.test_weights import IN_CONFIG
 from tests.test_model import transformers_config
 
+FORMATS = ("expert_dtype", "quantization_config")
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plan", *arguments])
@@ -36,7 +38,7 @@ def test_the_answer_is_the_first_line() -> None:
     result = run("v4-flash", "--gpus", "4x80GB")
     first = result.stdout.splitlines()[0]
     assert first == found["answer"]
-    assert first.startswith("4 x 80GB hold v4-flash (156.02 GB of weights) and ")
+    assert first.startswith("4 x 80GB hold v4-flash (156.02 GB of weights in FP4 and FP8) and ")
     (short, few), (middle, some), (long, least) = requests(found).items()
     assert (short, middle, long) == (8192, 131_072, 1_048_576)
     assert f"{few:,} requests of 8k or {some:,} of 128k or {least:,} of 1M tokens" in first
@@ -48,7 +50,10 @@ def test_the_answer_is_the_first_line() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["V4-Flash", "V4_Flash", "deepseek-ai/DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "v4-flash"],
+    [
+        *("V4-Flash", "V4_Flash", "deepseek-ai/DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "v4-flash"),
+        *("v4flash", "v4 flash", "DeepSeek V4 Flash", "DeepSeekV4Flash"),
+    ],
 )
 def test_models_are_known_by_any_of_their_names(name: str) -> None:
     assert run_json(name)["model"] == "v4-flash"
@@ -76,6 +81,50 @@ def test_a_config_without_what_weights_are_made_of_asks_for_their_size(tmp_path:
     found = run_json(str(path), "--gpus", "4xH200", "--weights", "200GB")
     assert found["chosen"]["rank"]["weights"] == 50 * 10**9
     assert "--weights" in run("v41-flash", "--gpus", "4xH200").stderr
+
+
+def test_the_answer_says_which_weights_it_counts_and_what_would_change_them(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    plain = {key: value for key, value in IN_CONFIG.items() if key not in FORMATS}
+    path.write_text(json.dumps(transformers_config(**plain)))
+    told = run_json(str(path), "--gpus", "8xH200")
+    assert "GB of weights in bf16)" in told["answer"]
+    assert "has neither quantization_config nor dtype and no expert_dtype" in told["answer"]
+    assert "--weights 150GB" in told["answer"]
+    path.write_text(json.dumps(transformers_config(**{**IN_CONFIG, "expert_dtype": "FP4"})))
+    result = run(str(path), "--gpus", "4x80GB")
+    first, notes = result.stdout.splitlines()[0], " ".join(result.stdout.split())
+    assert "GB of weights in FP4 and FP8) and" in first
+    assert "--weights" not in first
+    assert "quantization_config.quant_method='fp8' and expert_dtype='FP4'. --weights" in notes
+    given = run_json(str(path), "--gpus", "4xH200", "--weights", "200GB")["answer"]
+    assert "(200 GB of weights, as given)" in given
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("expert_dtype", "int4"),
+        ("expert_dtype", "fp3"),
+        ("quantization_config.quant_method", "awq"),
+        ("quantization_config.quant_method", None),
+        ("torch_dtype", "int8"),
+    ],
+)
+def test_a_format_whose_size_is_not_known_is_refused(
+    tmp_path: Path, key: str, value: str | None
+) -> None:
+    first, _, inner = key.partition(".")
+    config = {**IN_CONFIG, first: {inner: value} if inner else value}
+    if first == "torch_dtype":
+        del config["quantization_config"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(transformers_config(**config)))
+    result = run(str(path), "--gpus", "8xH200")
+    assert result.exit_code == 2
+    assert f"{key}={value!r}" in result.stderr
+    assert "--weights 150GB" in result.stderr
+    assert run(str(path), "--gpus", "8xH200", "--weights", "150GB").exit_code == 0
 
 
 def test_what_does_not_fit_ends_with_3_and_says_what_would() -> None:
@@ -106,6 +155,9 @@ def test_what_activations_leave_no_room_for_names_them() -> None:
         (["--gpus", "4x80GB", "--context", "2M"], "2,097,152 tokens is past the 1,048,576"),
         (["--gpus", "4x80GB", "--requests", "5"], "give --context too"),
         (["--gpus", "80"], "names neither a GPU nor its memory"),  # 80 bytes
+        (["--gpus", "4x80"], "did you mean 4x80GB?"),
+        (["--gpus", "4x80GB", "--disk", "4"], "a tier of 4 bytes holds no record"),
+        (["--disk", "4"], "write its unit too, 4TB"),
     ],
 )
 def test_a_question_is_not_answered_as_another_one(options: list[str], why: str) -> None:
@@ -129,9 +181,25 @@ def test_more_ranks_than_experts(tmp_path: Path) -> None:
 
 
 def test_the_unit_of_a_disk_comes_back() -> None:
-    for asked in (["--gpus", "4x80GB"], []):
+    """And what it keeps stands with the answer, at the top, once."""
+    for asked, line in ((["--gpus", "4x80GB"], 0), ([], 1)):
         result = run("v4-flash", *asked, "--disk", "4TB")
-        assert "A tier of 4 TB keeps" in result.stdout
+        assert "A tier of 4 TB keeps" in result.stdout.splitlines()[line]
+        assert result.stdout.count("A tier of 4 TB") == 1
+
+
+def test_without_a_question_the_first_line_says_what_a_token_costs() -> None:
+    first = run("v4-flash").stdout.splitlines()[0]
+    assert first == (
+        "v4-flash keeps 3,518 bytes for each token of context, and 15.1 MB for each live request."
+    )
+
+
+def test_tokens_come_back_as_they_were_written() -> None:
+    """128000 is a whole number of k = 1,024, which nobody means."""
+    for written, told in (("128000", "128,000"), ("128k", "128k"), ("131072", "128k")):
+        answer = run_json("v4-flash", "--gpus", "4x80GB", "--context", written)["answer"]
+        assert f"requests of {told} tokens" in answer
 
 
 def test_options_count() -> None:

@@ -7,12 +7,12 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from dsv4.cache.allocator import Asker
-from dsv4.cache.changes import changes
+from dsv4.cache.changes import Uncopied, changes
 from dsv4.cache.handoff.arrival import Arrival, Landing
 from dsv4.cache.handoff.arrivals import Arrivals
 from dsv4.cache.handoff.lease import Lease, Leases, new_name
@@ -44,10 +44,18 @@ if TYPE_CHECKING:
     from dsv4.cache.residency.residency import Residency
 
 
-class Handoff:
+class Handoff(Uncopied):
     """What one manager offers, and what is on its way to it. Its calls are calls of the manager:
     one at a time changes it, and a call that raises has changed nothing. The link's thread reads,
     checks and receives the takers' notes."""
+
+    _instead = "build another manager"
+    _internal: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("arrivals", "check_invariants", "end_arrivals", "guard", "held_memory", "leases"),
+            *("release_deferred", "side", "stats"),
+        )
+    )
 
     def __init__(self, manager: KVCacheManager, options: HandoffOptions) -> None:
         require_type("handoff", options, HandoffOptions)

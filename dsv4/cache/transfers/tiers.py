@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.changes import changes, release_now
+from dsv4.cache.changes import Uncopied, changes, release_now
 from dsv4.cache.prefix.prefixes import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenIds
@@ -40,7 +40,7 @@ STAGED_SNAPSHOTS = 4
 FETCH_POLL_S = 0.0002
 
 
-class Tiers:
+class Tiers(Uncopied):
     """The tiers of one manager, the fastest first: what it caches is stored there too (`offload`),
     and loaded again for a prompt (`fetches`).
 
@@ -49,6 +49,14 @@ class Tiers:
     timeouts; and no call raises because a tier failed. They count as calls of the manager: one at
     a time changes it, and a call that raises has changed nothing.
     """
+
+    _instead = "build another manager"
+    _internal: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("before_release", "end_fetches", "fetches", "host", "labels", "offload"),
+            *("pump", "release_deferred", "route", "stats", "tier_stats"),
+        )
+    )
 
     def __init__(self, manager: KVCacheManager, tiers: Sequence[Tier]) -> None:
         parts, memory = manager._parts, manager.memory
