@@ -85,7 +85,7 @@ def test_outputs_and_records_do_not_depend_on_the_form(drafts: int, plans: int) 
 def test_many_outputs_and_records_do_not_depend_on_the_form(
     drafts: int, plans: int, seed: int
 ) -> None:
-    live(seed, drafts, plans, calls=400)
+    live(seed, drafts, plans, calls=150)
 
 
 def live(seed: int, drafts: int, plans: int, *, calls: int) -> None:
