@@ -106,11 +106,6 @@ class BlockAllocator:
     def in_flight(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def in_host_only(self) -> list[int]:
-        """Blocks whose entries are in host memory and not on the device (docs/residency.md)."""
-        return []
-
     def host_rows_of(self, owner: bytes, *, blocks: bool = True, records: bool = True) -> int:
         """How many rows of host memory an owner has for entries (docs/residency.md): for its
         `blocks` that are not free, each once, and those that only `records` of a host tier have. A

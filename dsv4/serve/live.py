@@ -98,8 +98,9 @@ class Live:
                 for tier in stats.tiers
             ],
         }
-        if stats.residency is not None:
-            away, entries = manager._parts.table.allocator.in_host_only, stats.residency
+        residency = manager._parts.residency
+        if residency is not None and stats.residency is not None:
+            away, entries = residency.places.in_host_only, stats.residency
             found["blocks"]["in_host_memory"] = len(away)
             found["entries"] = {
                 "host_bytes": entries.host_bytes,

@@ -52,7 +52,7 @@ class Handoff(Uncopied):
     _instead = "build another manager"
     _internal: ClassVar[frozenset[str]] = frozenset(
         (
-            *("arrivals", "check_invariants", "end_arrivals", "guard", "held_memory", "leases"),
+            *("arrivals", "check_invariants", "end_arrivals", "held_memory", "leases"),
             *("release_deferred", "side", "stats"),
         )
     )

@@ -132,6 +132,12 @@ class EntryPlaces:
         """Blocks with a row, the least recently used first."""
         return iter(self._order)
 
+    @property
+    def in_host_only(self) -> list[int]:
+        """Blocks whose entries have left the device."""
+        away = self.in_host & (self.row_of == NO_ROW)
+        return [int(block_id) for block_id in away.nonzero()[0]]
+
     def rebuild(self, kept: Collection[int]) -> None:
         """After an interrupt: only these blocks have rows and copies, others are forgotten, and
         every other row is free."""
@@ -177,12 +183,6 @@ class ResidentAllocator(BlockAllocator):
     def __init__(self, total: int, places: EntryPlaces) -> None:
         super().__init__(total)
         self._places = places
-
-    @property
-    def in_host_only(self) -> list[int]:
-        """Blocks whose entries have left the device."""
-        away = self._places.in_host & (self._places.row_of == NO_ROW)
-        return [int(block_id) for block_id in away.nonzero()[0]]
 
     def host_rows_of(self, owner: bytes, *, blocks: bool = True, records: bool = True) -> int:
         of_records, coming = self._places.hosts.apart_from_blocks(owner)
