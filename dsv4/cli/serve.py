@@ -205,7 +205,7 @@ def _serve_here(
     state = make_state(load_model(model), options)
 
     def announce(url: str) -> None:
-        _announce(url, state.model.name, key=options.api_key is not None)
+        _announce(url, state.model.name, key=options.api_key is not None, as_json=as_json)
 
     process.set_up_logs(as_json=as_json)  # last: errors before leave them alone
     with suppress(KeyboardInterrupt):
@@ -237,7 +237,7 @@ def _serve_on_ray(
     name = load_model(options.model).name  # what is wrong with it is said before Ray starts
 
     def announce(url: str) -> None:
-        _announce(url, name, key=options.server.api_key is not None)
+        _announce(url, name, key=options.server.api_key is not None, as_json=as_json)
 
     process.set_up_logs(as_json=as_json)
     with suppress(KeyboardInterrupt):
@@ -255,10 +255,14 @@ def _events(endpoint: Text, replay: Text, topic: str) -> EventOptions | None:
     return None
 
 
-def _announce(url: str, name: str, *, key: bool) -> None:
+def _announce(url: str, name: str, *, key: bool, as_json: bool) -> None:
+    """As JSON where logs are, so that both may go into one file."""
     body = {"model": name, "messages": [{"role": "user", "content": "What is an entry?"}]}
     sent = f"-d '{json.dumps(body | {'max_tokens': 64, 'temperature': 0})}'"
     auth = ' -H "Authorization: Bearer $DSV4_API_KEY"' if key else ""
-    typer.echo(f"{name} at {url}")
-    typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} {sent}")
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} {sent}"
+    if as_json:
+        typer.echo(json.dumps({"message": f"{name} at {url}", "curl": curl}))
+    else:
+        typer.echo(f"{name} at {url}\n{curl}")
     sys.stdout.flush()

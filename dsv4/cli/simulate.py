@@ -240,6 +240,8 @@ def print_simulated(found: Sequence[Simulated]) -> None:
     """Three tables with a row for each setup, and a line that says what the numbers mean."""
     console = Console()
     parts = [_parts(each) for each in found]
+    if not any(each.replicas > 1 for each in found):  # routing makes no difference
+        parts = [{**each, "routing": ""} for each in parts]
     common = [name for name in parts[0] if len({each[name] for each in parts}) == 1]
     console.print(Text(", ".join(filter(None, (parts[0][name] for name in common)))))
     hits = table_of("found cached", "hits", "host", "disk", "run", "evicted", "refused")
@@ -292,7 +294,7 @@ def _parts(each: Simulated) -> dict[str, str]:
         "memory": f"{UNBOUNDED} memory" if size is None else f"{size / 1e9:g} GB",
         "host": f"{each.host_bytes / 1e9:g} GB host" if each.host_bytes else "",
         "disk": f"{each.disk_bytes / 1e9:g} GB disk" if each.disk_bytes else "",
-        "routing": each.routing if each.replicas > 1 else "",
+        "routing": each.routing,
         "policy": each.policy,
         "residency": "residency" if each.residency else "",
     }

@@ -219,6 +219,11 @@ def _load_small(path: str) -> tuple[Any, Any]:
     """Config and tokenizer, before anything large is read."""
     from transformers import AutoConfig, AutoTokenizer
 
+    if not Path(path).exists() and (path[:1] in ("/", ".", "~") or path.count("/") != 1):
+        raise InvalidInput(
+            f"{path} does not exist: give a checkpoint's directory, or a name at Hugging Face "
+            f"(owner/name)"
+        )
     try:
         config = AutoConfig.from_pretrained(path)
         if config.model_type != "deepseek_v4":

@@ -114,6 +114,8 @@ def _of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {why}", code="json_invalid")
     if first["type"] == "extra_forbidden":
         message = "this server does not know it (docs/serve.md says what it knows)"
+    elif param is None and first["type"] in ("model_attributes_type", "dict_type"):
+        message = "a JSON object is needed, and the header Content-Type: application/json"
     else:
         message = first["msg"]
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code=first["type"])

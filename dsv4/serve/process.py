@@ -75,7 +75,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise InvalidInput(f"{host} port {port} cannot be listened on: {error}") from error
+        what = f"{host} port {port} cannot be listened on: {error.strerror or error}"
+        raise InvalidInput(f"{what}: choose another one with --port, or 0 for any") from error
 
 
 def address(listener: socket.socket) -> str:

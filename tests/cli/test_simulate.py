@@ -48,6 +48,14 @@ def test_every_combination_is_a_result(trace: Path) -> None:
     assert results[1]["hit_rate"] > results[3]["hit_rate"]
 
 
+def test_rows_of_one_replica_say_their_routing_too(trace: Path) -> None:
+    routings = ("--replicas", "1,2", "--routing", "prefix,round-robin", "--policy", "lru")
+    text = run(trace, *RATES, *SMALL, *routings).output
+    assert text.startswith("2 GB, lru")
+    for name in ("1 replica, prefix", "1 replica, round-robin"):
+        assert text.count(name) == 3  # one in each table
+
+
 def test_the_table_says_what_differs_and_what_is_common(trace: Path) -> None:
     text = run(trace, *SMALL, "--host-memory", "0,4GB", "--policy", "lru").output
     assert text.startswith("1 replica, 2 GB, lru")

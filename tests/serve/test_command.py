@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from dsv4.simulate.trace import read_trace
 from tests.serve.serving import WAIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -31,9 +33,10 @@ def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
-        found = re.search(r" at (http://\S+)", first)
+        found = re.search(r" at (http://[^\s\"]+)", first)
         assert found, first + process.stderr.read()  # type: ignore[union-attr]
-        curl = process.stdout.readline()
+        as_json = "--json-logs" in options
+        curl = json.loads(first)["curl"] if as_json else process.stdout.readline()
         assert curl.startswith(f"curl {found[1]}/v1/chat/completions")
         yield process, found[1]
     finally:
@@ -44,6 +47,30 @@ def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def until_it_answers(url: str) -> None:
     with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:
         assert client.get(f"{url}/ready", timeout=WAIT_S).json() == {"ready": True}
+
+
+def test_all_that_a_server_prints_is_a_trace(tmp_path: Path) -> None:
+    """Of one file that has both its outputs, as `> log 2>&1` makes it."""
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, "-m", "dsv4.cli", "serve", "--port", "0", "--json-logs"]
+        process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        try:
+            until = time.monotonic() + WAIT_S
+            while not (found := re.search(r" at (http://[^\s\"]+)", log.read_text())):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            until_it_answers(found[1])
+            ask = {"model": "dsv4-demo", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
+            httpx.post(f"{found[1]}/v1/completions", json=ask, timeout=WAIT_S).raise_for_status()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+    (request,) = read_trace(log)
+    assert request.output_tokens == 3
 
 
 def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
@@ -88,7 +115,8 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
         (("--memory", "1MiB"), "PoolTooSmall"),
         (("--memory", "lots"), "InvalidInput: 'lots'"),
         (("--context", "1M"), "has 4096 positions"),
-        (("--host", "203.0.113.1"), "cannot be listened on"),
+        (("--host", "203.0.113.1"), "choose another one with --port, or 0 for any"),
+        (("/nowhere/at/all",), "/nowhere/at/all does not exist: give a checkpoint's directory"),
         (("--api-key", " "), "the API key is empty"),
         (("--host-memory", "1KiB"), "give more"),
         (("--encrypt",), "encrypt=True"),

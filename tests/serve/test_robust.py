@@ -220,6 +220,7 @@ def test_a_body_must_say_that_it_is_json(server: Running) -> None:
         for kind in ({}, {"content-type": "text/plain"}):
             found = client.post("/v1/completions", content=json.dumps(ASK), headers=kind)
             assert found.status_code == 400
+            assert "Content-Type: application/json" in found.json()["error"]["message"]
 
 
 def test_floods_of_headers_and_broken_requests(server: Running) -> None:
