@@ -19,6 +19,7 @@ from dsv4.units import parse_bytes
 FLASH = CacheSchema.build(PRESETS["v4-flash"])
 TINY = CacheSchema.build(PRESETS["tiny"])
 GIB = 2**30
+FORMATS = {"entries": "fp8_ds", "window": "fp8_ds", "index_keys": "mxfp4", "pages": "planes"}
 
 
 def check_exact(schema: CacheSchema, found: Sizing) -> None:
@@ -54,7 +55,7 @@ def test_sizes_are_the_schema_s_and_kept_apart() -> None:
     assert found.block_table_row_bytes == 32_768
     assert found.block_tokens == 128
     assert found.fingerprint == FLASH.fingerprint
-    assert found.formats == {"entries": "fp8_ds", "window": "fp8_ds", "index_keys": "mxfp4"}
+    assert found.formats == FORMATS
     assert found.bytes_by_kind == bytes_by_kind(FLASH)
     answers = (found.memory_bytes, found.context_tokens, found.requests, found.needed_bytes)
     assert answers == (None,) * 4
@@ -78,7 +79,7 @@ def test_sizes_of_v41() -> None:
         assert (found.bytes_per_token, found.block_bytes) == (890.0, 113_920)
         assert found.slot_bytes == slot
         assert found.request_bytes == whole + found.block_table_row_bytes
-        assert found.formats == {"entries": "v41_fp4", "window": "v41_fp8", "index_keys": "mxfp4"}
+        assert found.formats == FORMATS | {"entries": "v41_fp4", "window": "v41_fp8"}
         check_exact(schema, found)
     drafting = CacheSchema.build(model, max_draft_tokens=5)
     assert drafting.ring_rows == 133

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 from pathlib import Path
@@ -64,7 +65,9 @@ def test_every_option_of_both_can_be_given() -> None:
     parameters = inspect.signature(CacheSchema.build).parameters.values()
     taken = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
     del taken["max_context"], taken["entries_apart"]  # `host_memory` implies it
-    assert forward(build.SchemaOptions) == taken
+    assert {
+        name: without_text(kind) for name, kind in forward(build.SchemaOptions).items()
+    } == taken
     assert complete({}).keys() == ManagerOptions.__annotations__.keys()
     for call in (KVCacheManager, build.manager_from_memory, build.manager_from_budget):
         options = inspect.signature(call).parameters["options"]
@@ -76,6 +79,15 @@ def test_every_option_of_both_can_be_given() -> None:
 
 def forward(kind: type) -> dict[str, str]:
     return {name: ref.__forward_arg__ for name, ref in kind.__annotations__.items()}
+
+
+def without_text(kind: str) -> str:
+    """Annotated[kind, text] without the text."""
+    annotated = ast.parse(kind, mode="eval").body
+    assert isinstance(annotated, ast.Subscript)
+    assert isinstance(annotated.slice, ast.Tuple)
+    assert ast.unparse(annotated.value) == "Annotated"
+    return ast.unparse(annotated.slice.elts[0])
 
 
 def test_a_config_file_is_read(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfers.copies import Mark
 from dsv4.cache.transfers.worker import CopyBatch, Outgoing
+from dsv4.errors import RequestError
 from dsv4.tiers.host import HostTier
 from tests.support.lives import Text
 from tests.support.tiered import TIMEOUT_S, assert_like_cold, disk, empty, keep, run, stack_with
@@ -104,7 +105,9 @@ def test_a_manager_closes_its_tiers_way_and_goes_on_without(kind: str, tmp_path:
     request = run(stack, text, 400)
     assert request.resume.start == 0  # nothing comes any more
     assert_like_cold(stack, request, text)
-    assert manager.tiers.suspend(request).stored is False  # and nothing is kept
+    with pytest.raises(RequestError, match="is closed"):  # nothing would be kept
+        manager.tiers.suspend(request)
+    manager.release_request(request)
     assert manager.tiers.drain(TIMEOUT_S)
     manager.check_invariants()
     manager.prefix.evict()

@@ -99,7 +99,7 @@ def fail_each(call: Callable[[Scene], Request | None], step: int) -> int:
         made.manager.check_invariants()
         if raised:
             after = everything(made.manager)
-            for name in ("slots", "requests", "table", "free slots", "pins", "plan"):
+            for name in ("slots", "requests", "table", "free slots", "pins", "plans"):
                 assert after[name] == before[name], f"{name}, operation {at}"
             assert made.manager.stats().blocks_in_flight == 0
         made.go_on(result)
