@@ -1,13 +1,14 @@
 """Continuous batching: many requests at once, each at its own pace, over any model.
 
-A model has two methods (`Model`): it runs the tokens of a plan and returns logits, and it guesses
-what may follow. Everything else is here. Prompts wait in a queue and are hashed once. A step runs
-the newest tokens of all jobs that decode, with drafts, together with chunks of prompts. Prompts
-with the same beginning share it. When memory is short the youngest job gives its own back and
-waits; what it has computed stays cached, and with tiers its state is kept too. If the schema has
-`steps_ahead`, a step is planned and launched while the previous one runs: which drafts were right
-is known on the device, and the host learns it later. The engine survives errors of the device and
-Ctrl-C, and nothing that was computed wrong is ever used.
+A model has two methods and a number (`Model`): it runs the tokens of a plan and returns logits, it
+guesses what may follow, and its `vocabulary` says how many ids there are. Everything else is here.
+Prompts wait in a queue and are hashed once. A step runs the newest tokens of all jobs that decode,
+with drafts, together with chunks of prompts. Prompts with the same beginning share it. When memory
+is short the youngest job gives its own back and waits; what it has computed stays cached, and with
+tiers its state is kept too. If the schema has `steps_ahead`, a step is planned and launched while
+the previous one runs: which drafts were right is known on the device, and the host learns it later.
+The engine survives errors of the device and Ctrl-C, and nothing that was computed wrong is ever
+used.
 
 Read it top to bottom: a job, a model, a running step, then what a step does, in order.
 """

@@ -6,7 +6,7 @@ the other's memory with NIXL, and continues with drafts. One request moves to th
 process in the middle of its answer. What does not arrive is computed: the hand-off only saves time.
 The tokens are those of a single process.
 
-    pip install 'dsv4[nixl]'
+    pip install ".[nixl]"        # in a checkout
     python -m examples.disaggregated
 
 Read it top to bottom: a worker, whatever its role; then the router.

@@ -2,8 +2,8 @@
 
 `dsv4.engine.Engine` has the waiting queue, prefill chunks together with decodes, prefix reuse,
 drafts, overlap, preemption and cancellation, and it survives errors of the device and Ctrl-C. What
-it does not have is a model. Yours needs two methods; this file has both, written out for layers
-that are computed by hand.
+it does not have is a model. Yours needs two methods, `forward` and `draft`, and its
+`vocabulary`; this file has them, written out for layers that are computed by hand.
 
     python -m examples.engine
 

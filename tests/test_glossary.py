@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dsv4
+from dsv4.cache.handoff.handoff import Handoff
 from dsv4.cache.layout import CacheBytes, Layout
+from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.prefixes import Prefixes
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.room import CacheRoom
+from dsv4.cache.transfers.tiers import Tiers
 
 TEXT = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text("utf-8")
 CELLS = [line.split("|")[1].strip() for line in TEXT.splitlines() if line.startswith("| ")]
@@ -48,7 +51,7 @@ _SINGULAR = {
 
 
 # what public objects have for some of their calls
-PARTS = (CacheRoom, Prefixes, CacheBytes, Layout)
+PARTS = (CacheMemory, CacheRoom, Prefixes, Tiers, Handoff, CacheBytes, Layout)
 
 
 def own_names(name: str, value: object) -> Iterator[str]:
@@ -62,8 +65,9 @@ def own_names(name: str, value: object) -> Iterator[str]:
             continue
         yield from cls.__annotations__
         yield from (name for name in getattr(cls, "__slots__", ()))
+        internal = getattr(cls, "_internal", frozenset[str]())
         for member, found in vars(cls).items():
-            if member.startswith("_") and member != "__init__":
+            if (member.startswith("_") and member != "__init__") or member in internal:
                 continue
             yield member
             function = found.__func__ if isinstance(found, classmethod) else found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 from dsv4.errors import InvalidInput
 
 
 class NoTiers:
-    """`manager.tiers` of a manager without tiers. It is false, and refuses all calls of `Tiers`."""
+    """`manager.tiers` of a manager without tiers. It is false, `all` of them are none, and it
+    refuses all calls of `Tiers`."""
+
+    all: ClassVar[tuple[()]] = ()
 
     def __bool__(self) -> Literal[False]:
         return False

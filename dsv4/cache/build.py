@@ -17,8 +17,8 @@ from dsv4.units import parse_bytes, parse_tokens
 
 
 class SchemaOptions(TypedDict, total=False):
-    """Options of `CacheSchema.build`, except `max_context` and `entries_apart`, which
-    `host_memory` implies: type, and what it does."""
+    """Options of `CacheSchema.build`, except `max_context`, an argument of `Cache`, and
+    `entries_apart`, which `host_memory` implies: type, and what it does."""
 
     block_tokens: Annotated[int, "Tokens of a block: a multiple of every compress ratio."]
     align_bytes: Annotated[int, "Where pages start: 32, or 576 where SM100's TMA asks for it."]
@@ -108,8 +108,10 @@ def manager_from_memory(
     snapshots, and blocks with what is left. With `host_memory` entries take no more than that of
     the host, and of the device what blocks leave.
 
-    Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
+    Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit, and
+    InvalidInput.
     """
+    refuse_unknown("manager_from_memory", options, ManagerOptions.__annotations__)
     budget = assembly.budget_of(
         schema,
         memory_bytes=memory_bytes,
@@ -126,6 +128,7 @@ def manager_from_budget(
     """A manager of this `schema` that allocates exactly `budget.total_bytes`: a budget that does
     not include what else these `options` need is refused. `manager_from_memory` computes one that
     does; with other accounting, build a manager with `budget.num_blocks`. Raises InvalidInput."""
+    refuse_unknown("manager_from_budget", options, ManagerOptions.__annotations__)
     assembly.require_same(schema, budget, options)
     if budget.entry_rows:
         options.setdefault("entry_rows", budget.entry_rows)
@@ -143,4 +146,5 @@ def other_bytes(
     """Bytes that a manager of this `schema`, for `max_requests` and with these `options`, allocates
     in addition to blocks, slots and block table: step buffers, workspace, snapshots. Allocates
     nothing on the device. Raises InvalidInput."""
+    refuse_unknown("other_bytes", options, ManagerOptions.__annotations__)
     return assembly.other_bytes(schema, max_requests=max_requests, options=options)

@@ -201,11 +201,11 @@ def _refuse_second(call: str, inside: Visit) -> NoReturn:
         raise ThreadError(
             f"{call} came from the middle of {name}, in the same thread (from a finalizer, a "
             f"signal handler or something that {name} calls): call it when {name} has returned; "
-            f"release_later may be called anywhere"
+            f"manager.room.release_later may be called anywhere"
         )
     raise ThreadError(
         f"{call} came while thread {thread} is inside {name}: calls that change a manager come one "
-        f"at a time, from any thread; only stats and memory_bytes may be asked meanwhile"
+        f"at a time, from any thread; only stats and memory.memory_bytes may be asked meanwhile"
     )
 
 

@@ -1,5 +1,7 @@
-"""Which byte of a block and a slot is what: `lay_out` puts the pages and planes of all layers one
-after the other. Torch-free."""
+"""The map of the arenas, which byte of a block and a slot is what: `lay_out` puts the pages and
+planes of all layers one after the other. Sizing, views, kernels, checks and storage read where a
+page begins from here; `pages.py` says where its planes lie in it, `state.py` where the rows lie
+that a snapshot or a suspended request keeps. Torch-free."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ class KVCacheManager(Uncopied):
         """`count` new requests that continue from where this one is: beams, parallel samples.
 
         They share its whole blocks, which are never written again, and get copies of its slot and
-        of its unfinished block: all or nothing. Raises OutOfSlots, OutOfBlocks, RequestError.
+        of its unfinished block: all or nothing. Raises OutOfSlots, OutOfBlocks, RequestError,
+        InvalidInput.
         """
         self._steps.require_unplanned(request)
         return self._admission.fork(request, count)
@@ -149,9 +150,9 @@ class KVCacheManager(Uncopied):
     def rewind(self, request: Request, length: int) -> Resume:
         """Takes back all tokens from `length` on. Returns what to run again to get there.
 
-        As far as the rings reach (the newest 1 + max_draft_tokens that were written) that is
-        nothing; further back the request continues from the nearest point that can be resumed, and
-        releases the blocks after it. Raises InvalidInput, RequestError, OutOfBlocks.
+        As far as the rings reach (the newest `schema.max_rollback_tokens` that were written) that
+        is nothing; further back the request continues from the nearest point that can be resumed,
+        and releases the blocks after it. Raises InvalidInput, RequestError, OutOfBlocks.
         """
         self._steps.require_unplanned(request)
         return self._admission.rewind(request, length)
@@ -162,7 +163,8 @@ class KVCacheManager(Uncopied):
         on.
 
         Blocks that become known are cached now. A snapshot is taken if the rings still have the
-        state, that is up to 1 + max_draft_tokens tokens later. Raises InvalidInput, RequestError.
+        state, that is up to `schema.max_rollback_tokens` tokens later. Raises InvalidInput,
+        RequestError.
         """
         self._steps.require_unplanned(request)
         if self._admission.supply_ids(request, ids):
@@ -184,13 +186,15 @@ class KVCacheManager(Uncopied):
 
     @changes
     def allocate_block(self, request: Request) -> int:
-        """One more block at the end of the request's table; its id."""
+        """One more block at the end of the request's table; its id. Raises OutOfBlocks,
+        ContextOverflow, RequestError."""
         return self._admission.add_block(request)
 
     @changes
     def release_request(self, request: Request) -> None:
         """Releases slot and blocks; those that the prefix cache has indexed stay cached until their
-        memory is needed. The request cannot be used again."""
+        memory is needed. The request cannot be used again. Raises RequestError, of a request that
+        is in an open plan too."""
         self._steps.require_unplanned(request)
         self._leaving.release(request)
 
@@ -349,8 +353,8 @@ class KVCacheManager(Uncopied):
         Every layer, except draft layers, must have appended what is kept; the replay of a captured
         graph is noted by `plan.mark_appended`. With `partial` some layers need not have stored the
         step: its requests are then incomplete from `request.incomplete_from` on, and nothing from
-        there on is cached, offered or continued until a rewind takes it back. A step in which an
-        append raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
+        there on is cached, offered, suspended or continued until a rewind takes it back. A step in
+        which an append raised is never committed: `fail` it. Raises PlanError, InvalidInput.
         """
         self._steps.commit(plan, accepted, ids, partial=partial)
 
@@ -374,8 +378,8 @@ class KVCacheManager(Uncopied):
     # ---- looking -----------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """What holds how much, now; what `release_later` has noted counts as released. Safe from
-        any thread; while a call runs elsewhere, it may show a mix of before and after."""
+        """What holds how much, now; what `room.release_later` has noted counts as released. Safe
+        from any thread; while a call runs elsewhere, it may show a mix of before and after."""
         return count_stats(self._parts, self.tiers, self.handoff)
 
     def check_invariants(self) -> None:

@@ -75,9 +75,9 @@ class CacheMemory(Uncopied):
     """`manager.memory`: allocated once, never moved, so that captured graphs stay valid. It knows
     no request, only slots and block ids.
 
-    `block_arena` has the bytes of all blocks, `slot_arena` those of the `max_requests` slots, the
-    `block_table`, int32 [max_requests, blocks per request], block ids by slot; a plan holds up to
-    `max_step_tokens` tokens of all requests together.
+    All of it is on `device`. `block_arena` has the bytes of all blocks, `slot_arena` those of the
+    `max_requests` slots, the `block_table`, int32 [max_requests, blocks per request], block ids by
+    slot; a plan holds up to `max_step_tokens` tokens of all requests together.
     """
 
     _internal: ClassVar[frozenset[str]] = frozenset(

@@ -114,7 +114,7 @@ class Request(Uncopied):
     ) -> None:
         self.slot, self.serial = slot, serial
         self.released = False
-        self.is_leaving = False  # `release_later` was called
+        self.is_leaving = False  # `room.release_later` was called
         self.incomplete_from: int | None = None  # a step from here on was not stored by all layers
         self._max_rollback_tokens = table.schema.max_rollback_tokens
         self._recent, self._row = table.recent, table.numbers[:, slot]

@@ -36,7 +36,9 @@ class CacheRoom:
     # ---- before an admission -------------------------------------------------------------------
 
     def can_admit(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> bool:
-        """Whether `admit_request` would succeed now. Changes nothing."""
+        """Whether `admit_request` would succeed now, with what is cached reused. False too for a
+        prompt that it would refuse at any time (InvalidInput, ContextOverflow). Changes
+        nothing."""
         require_free(self, "can_admit")
         return self._admission.can_admit(prompt, salt)
 
@@ -47,7 +49,8 @@ class CacheRoom:
         return self._admission.needed_blocks(prompt, salt)
 
     def released_blocks(self, request: Request) -> int:
-        """Blocks that could be taken, free or evictable, if this request were released."""
+        """How many more blocks could be taken if this request were released: those that only it
+        holds and no pin keeps. Changes nothing. Raises RequestError."""
         require_free(self, "released_blocks")
         return self._admission.released_blocks(request)
 
@@ -56,17 +59,19 @@ class CacheRoom:
     @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
         """Reserves blocks so that `tokens` more tokens fit after the request's length; returns the
-        new ids. `manager.allocate_block` adds a single block."""
+        new ids. `manager.allocate_block` adds a single block. Raises OutOfBlocks, ContextOverflow,
+        InvalidInput, RequestError."""
         return self._admission.extend(request, tokens)
 
     def block_id(self, request: Request, block: int) -> int:
-        """The id of the physical block that is the request's block number `block`."""
+        """The id of the physical block that is the request's block number `block`. Raises
+        InvalidInput for a block that it does not hold, RequestError."""
         return self._admission.block_id(request, block)
 
     @changes
     def reset_slot(self, request: Request) -> None:
         """Starts the request over: length 0, its slot zeroed. It keeps the blocks that only it
-        holds."""
+        holds. Raises RequestError, of a request that is in an open plan too."""
         self._steps.require_unplanned(request)
         self._admission.reset(request)
         self._supply.trim_for(request.trail)

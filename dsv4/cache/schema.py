@@ -1,4 +1,8 @@
-"""The map of the arenas: which tensor lives at which byte. Torch-free and frozen.
+"""The schema: one model and one choice of parameters, with what follows from them: what each
+layer keeps, fingerprints, how a budget divides. Torch-free and frozen.
+
+What lies at which byte, and how large the rows of the arenas are, `layout.py` computes
+(`schema.layout`, `schema.bytes`):
 
     block arena   uint8 [num_blocks, bytes.block]   what the model keeps of `block_tokens` tokens
     slot arena    uint8 [num_slots,  bytes.slot]    what a live request has in addition to blocks
@@ -6,8 +10,7 @@
                                                     the layers that select, which may leave the
                                                     device; the block arena has the rest
 
-Within a block (and a slot) the layers follow each other. Sizing, views, kernels, checks and storage
-all read offsets from here; no other file repeats one.
+Within a block (and a slot) the layers follow each other.
 """
 
 from __future__ import annotations
@@ -393,7 +396,8 @@ def row_bytes(schema: CacheSchema, arena: ArenaName) -> int:
 
 def bytes_by_kind(schema: CacheSchema) -> dict[str, dict[str, int]]:
     """Bytes of each plane kind in a block, wherever it lies, and in a slot, and what alignment
-    and scale-row padding add; each column sums to block_bytes and entries_bytes, and slot_bytes."""
+    and scale-row padding add. The first column sums to `bytes.block` and `bytes.entries`, the
+    second to `bytes.slot`."""
     result: dict[str, dict[str, int]] = {"block": {}, "slot": {}}
     for plane in schema.layout.planes:
         kinds = result["slot" if plane.arena == "slot" else "block"]

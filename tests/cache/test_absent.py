@@ -26,6 +26,10 @@ def test_a_call_of_what_is_not_there_says_how_to_have_it(part: Any, call: str):
     assert not part
 
 
+def test_of_no_tiers_there_are_none():
+    assert MANAGER.tiers.all == ()
+
+
 def test_the_manager_goes_on_without():
     request = MANAGER.admit_request(100)
     MANAGER.room.release_later(request, suspend=True)

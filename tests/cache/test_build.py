@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +99,23 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
         dsv4.Cache(tmp_path / "config.json", memory=MEMORY)
     with pytest.raises(ConfigError, match="cannot read"):
         dsv4.Cache("nowhere/config.json", memory=MEMORY)
+
+
+def test_an_unknown_option_is_refused_by_the_name_of_what_was_called() -> None:
+    schema: Any = dsv4.CacheSchema.build(ModelSpec.preset("tiny"), max_context=256)
+    known: dict[str, Any] = {"max_requests": 1, "bogus": 1}
+    budget: Any = dsv4.compute_block_budget(schema, memory_bytes=MEMORY, max_requests=1)
+    calls: dict[str, Callable[[], object]] = {
+        "KVCacheManager": lambda: KVCacheManager(schema, num_blocks=1, **known),
+        "manager_from_memory": lambda: dsv4.manager_from_memory(
+            schema, memory_bytes=MEMORY, **known
+        ),
+        "manager_from_budget": lambda: dsv4.manager_from_budget(schema, budget, **{"bogus": 1}),
+        "other_bytes": lambda: dsv4.other_bytes(schema, **known),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InvalidInput, match=f"^{name} has no option 'bogus'"):
+            call()
 
 
 def test_what_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""`manager.handoff`: requests go from one manager to another, and every public call for it."""
+"""`manager.handoff`: requests go from one manager to another."""
 
 from __future__ import annotations
 

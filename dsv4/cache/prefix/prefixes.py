@@ -1,4 +1,4 @@
-"""`manager.prefix`: prompts, and every public call about cached prefixes. Torch-free."""
+"""`manager.prefix`: prompts, what is cached of them, what stays and what goes. Torch-free."""
 
 from __future__ import annotations
 
@@ -74,20 +74,22 @@ class Prefixes:
 
     @changes
     def pin(self, ids: TokenIds, salt: str | None = None) -> PinnedPrefix:
-        """Keeps what is cached of these token ids until `unpin`, even under memory pressure."""
+        """Keeps what is cached of these token ids until `unpin`, even under memory pressure.
+        Raises InvalidInput if nothing of them is cached, or without a prefix cache."""
         prefix = self._prefix.required()
         return prefix.pins.pin(prefix.trail(token_ids(ids), salt), self._guard.change.hand_out)
 
     @changes
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Lets a pinned prefix be evicted again."""
+        """Lets a pinned prefix be evicted again. Raises InvalidInput for one that is not pinned
+        here, or no more."""
         self._prefix.required().pins.unpin(pinned)
         self._supply.trim(pinned.nodes[0].root)
 
     @changes
     def evict(self, blocks: int | None = None) -> int:
-        """Evicts cached blocks that no request holds, the least recently used first: `blocks` of
-        them, or all that can be. Returns how many. Admission does this by itself."""
+        """Evicts cached blocks that no request holds, all or `blocks` of them, in the order of
+        `PrefixOptions.eviction`. Returns how many. Admission does it too. Raises InvalidInput."""
         most = self._allocator.idle
         if blocks is not None:
             most = require_count("blocks", blocks, at_least=0)
@@ -95,6 +97,7 @@ class Prefixes:
 
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and evicted since the last call, in order, for a router that
-        keeps track of prefixes. Build the manager with PrefixOptions(events=True)."""
+        keeps track of prefixes. Raises InvalidInput unless the manager was built with
+        PrefixOptions(events=True)."""
         require_free(self, "take_events")
         return self._prefix.required().index.take_events()

@@ -1,4 +1,4 @@
-"""`manager.tiers`: memory below the device, and every public call for it."""
+"""`manager.tiers`: memory below the device."""
 
 from __future__ import annotations
 
