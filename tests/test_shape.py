@@ -113,3 +113,16 @@ def words_left() -> Counter[str]:
 def test_no_new_place_uses_words_that_need_a_second_reading():
     more = {name: count for name, count in words_left().items() if count > LEFT.get(name, 0)}
     assert not more, f"say it in other words: {WORDS}"
+
+
+# ---- a trap ------------------------------------------------------------------------------------
+
+
+def test_what_is_bounded_forgets_its_oldest_in_constant_time():
+    """`next(iter(a_dict))` walks over every entry that was deleted before it: a dict that always
+    loses its first entry takes longer with each one, up to its whole size."""
+    pattern = re.compile(r"(\.pop\(|\[)next\(iter\(")
+    found = {
+        str(path.relative_to(ROOT)) for path, text in sources().items() if pattern.search(text)
+    }
+    assert not found, "use an OrderedDict and popitem(last=False)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -90,7 +91,8 @@ class Ledger:
         self._block_tokens = block_tokens
         self._most = min(MOST_BLOCKS, MOST_TOKENS // block_tokens)
         self._blocks: dict[bytes, _Block] = {}
-        self._gone: dict[bytes, _Name] = {}  # a tier may still be storing them; the oldest first
+        # a tier may still be storing them; the oldest first
+        self._gone = OrderedDict[bytes, _Name]()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -181,7 +183,7 @@ class Ledger:
                 if block.name is not None:
                     self._gone[digest] = block.name
         while len(self._gone) > MOST_GONE:
-            del self._gone[next(iter(self._gone))]
+            self._gone.popitem(last=False)
 
     def _store(self, name: _Name, medium: str, events: list[Event]) -> None:
         """Adds a block to the last event if it comes right after that event's last block."""

@@ -8,6 +8,7 @@ room is not kept. Everything that is cached is stored at once; copies take no ti
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class CountedTier:
     def __init__(self, name: str, medium: str, capacity_bytes: int) -> None:
         self.name, self.medium, self.capacity_bytes = name, medium, capacity_bytes
         self._rows: Leaves[None] = Leaves()
-        self._lost: dict[Key, None] = {}  # oldest first
+        self._lost = OrderedDict[Key, None]()  # oldest first
         self.stored_bytes = self.loaded_bytes = self.evictions = self.refused = 0
         self.most_used_bytes = 0
 
@@ -99,7 +100,7 @@ class CountedTier:
             self._lost.pop(key, None)
             self._lost[key] = None
             if len(self._lost) > MOST_LOST:
-                del self._lost[next(iter(self._lost))]
+                self._lost.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

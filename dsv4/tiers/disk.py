@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -115,7 +116,7 @@ class DiskTier(QueuedTier):
         self._own = threading.local()
         self._takes_stock = False
         self._block_tokens: dict[bytes, int] = {}  # as far as is known, by fingerprint
-        self._lost: dict[Key, None] = {}  # blocks that were not stored, the oldest first
+        self._lost = OrderedDict[Key, None]()  # blocks that were not stored, the oldest first
         self._quotas: dict[bytes, int] = {}
         self._may_be_above: dict[bytes, None] = {}  # owners, since their limit or the index is new
         self._begin_stock()
@@ -329,7 +330,7 @@ class DiskTier(QueuedTier):
             with self._lock:
                 self._lost[key] = None
                 if len(self._lost) > MOST_LOST:
-                    del self._lost[next(iter(self._lost))]
+                    self._lost.popitem(last=False)
 
     def _write(self, record: Record) -> bool:
         """Whether a record is there now. Raises OSError."""

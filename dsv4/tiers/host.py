@@ -6,6 +6,7 @@ import mmap
 import os
 import weakref
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,7 @@ class HostTier(QueuedTier):
         self._rows: Leaves[HostRow] = Leaves()
         # Blocks that had to go or found no room: what leans on them cannot be reached, and is not
         # kept until the block is. Oldest first.
-        self._lost: dict[Key, None] = {}
+        self._lost = OrderedDict[Key, None]()
         self._passing_units = 0
         self._owned: dict[bytes, int] = {}  # bytes of each owner, without loans
         self.lender: Lender | None = None
@@ -381,7 +382,7 @@ class HostTier(QueuedTier):
             self._lost.pop(key, None)
             self._lost[key] = None
             if len(self._lost) > MOST_LOST:
-                del self._lost[next(iter(self._lost))]
+                self._lost.popitem(last=False)
 
     def _room_beside(self, units: int, label: Label) -> tuple[Extent, ...] | None:
         """Room that is not made by removing the block that a record leans on. Where its owner has a

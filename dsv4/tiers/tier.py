@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -288,7 +288,7 @@ class QueuedTier(ABC):
             stores: Health(recent=RECENT, failures=FAILURES) for stores in (False, True)
         }
         self._failures = 0
-        self._uses: dict[Key, Sequence[Label]] = {}  # not passed on yet, the latest last
+        self._uses = OrderedDict[Key, Sequence[Label]]()  # not passed on yet, the latest last
         self._drops: dict[Key, None] = {}
         self._tidies = False  # a job for these two is queued
         self._closed = False
@@ -482,7 +482,7 @@ class QueuedTier(ABC):
             self._uses.pop(labels[0].key, None)
             self._uses[labels[0].key] = labels
         while len(self._uses) > MOST_TIDIED:
-            del self._uses[next(iter(self._uses))]
+            self._uses.popitem(last=False)
         self._tidy_later()
 
     def _tidy_later(self) -> None:
@@ -493,7 +493,7 @@ class QueuedTier(ABC):
     def _tidy(self) -> None:
         with self._lock:
             self._tidies = False
-            used, self._uses = list(self._uses.values()), {}
+            used, self._uses = list(self._uses.values()), OrderedDict()
             gone, self._drops = tuple(self._drops), {}
         if used:
             self._use(used)

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -109,7 +110,7 @@ class Link:
         self._asked: SimpleQueue[Read | None] = SimpleQueue()  # None wakes
         self._reads: list[Read] = []
         self._peers: dict[str, bytes] = {}  # peers that NIXL knows, and their metadata
-        self._proven: dict[bytes, bool] = {}  # metadata with which a probe has read
+        self._proven = OrderedDict[bytes, bool]()  # metadata with which a probe has read
         self._serving = self._closed = False
         self._thread: threading.Thread | None = None
         self._start()
@@ -314,7 +315,7 @@ class Link:
             raise ValueError(wrong)
         self._proven[metadata] = True
         if len(self._proven) > _PROVEN:
-            del self._proven[next(iter(self._proven))]
+            self._proven.popitem(last=False)
         return True
 
     def _end_probe(self, read: Read) -> str | None:

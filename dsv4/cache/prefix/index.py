@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -42,7 +43,7 @@ class PrefixIndex:
         self._allocator = allocator
         self.policy = LeastRecentlyUsed() if policy is None else policy
         self._nodes: dict[bytes, PrefixNode] = {}
-        self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
+        self._forgotten = OrderedDict[bytes, None]()  # digests of evicted blocks, oldest first
         self.evictions, self.ages = 0, Ages()
         self.events: list[BlockEvent] | None = None  # if events are wanted
         self._reported: dict[bytes, BlockEvent] = {}  # blocks that are cached as far as events say
@@ -188,7 +189,7 @@ class PrefixIndex:
                 if not parent.children and parent.digest in self._nodes:
                     self.policy.offer(parent)
         while len(self._forgotten) > self._allocator.total:
-            del self._forgotten[next(iter(self._forgotten))]
+            self._forgotten.popitem(last=False)
         self.evictions += len(victims)
         self.ages.evicted(victims)
         for node in victims if self.events is not None else ():

@@ -89,7 +89,8 @@ class Returns:
     def __init__(self) -> None:
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._lost = [[0.0] * BINS for _ in range(KINDS)]
-        self._gone: dict[Hashable, tuple[int, int, int]] = {}  # kind, last use, turns
+        # kind, last use, turns; the oldest first
+        self._gone = OrderedDict[Hashable, tuple[int, int, int]]()
         self._lives = self._at = 0
         self._density: list[list[float]] = []
         self._look()
@@ -121,7 +122,7 @@ class Returns:
     def forget(self, remembered: int) -> None:
         """Keeps at most this number of evicted turn ends; the others count as lost."""
         while len(self._gone) > remembered:
-            kind, last_use, _ = self._gone.pop(next(iter(self._gone)))
+            _, (kind, last_use, _) = self._gone.popitem(last=False)
             self._lost[kind][bin_of(self._at - last_use)] += 1
 
     def _note(self) -> None:
