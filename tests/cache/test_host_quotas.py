@@ -370,7 +370,7 @@ def test_books_are_what_a_recount_finds(below: str, seed: int, tmp_path: Path) -
     assert life.host is None or (life.seen["records gave way"] and life.seen["rows of both"])
     assert life.host is None or life.seen["rows of records only"]
     transfers = life.manager.stats().transfers
-    assert transfers is None or transfers.tokens_fetched
+    assert transfers is None or transfers.fetches
     life.close()
 
 
