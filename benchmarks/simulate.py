@@ -65,7 +65,7 @@ RESIDENCY_HOST_GB = 200
 LOADS = {"as recorded": (1, 1, 1), "long": (8, 32, 32)}
 LONG_S = 150.0  # of the record, which the long load makes 4,800 of
 QUARTER_S = 900.0
-HOURS = (1, 6, 24)
+HOURS = (1, 6, 12, 24)
 Part = Callable[[Path], Iterator[dict[str, Any]]]
 
 

@@ -397,6 +397,11 @@ class QueuedTier(ABC):
                 capacity_bytes=capacity_bytes,
             )
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls miss and drop from now on."""
+        return self._closed
+
     def close(self, timeout_s: float = CLOSE_S) -> None:
         timeout_s = min(require_timeout(timeout_s), threading.TIMEOUT_MAX)
         until = time.monotonic() + timeout_s

@@ -139,8 +139,11 @@ def changed(checkpoint: Path, place: Path, **changes: Any) -> str:
 def test_what_cannot_be_served_says_why(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="'gpt2'"):
         Checkpoint(changed(checkpoint, tmp_path, model_type="gpt2"))
-    with pytest.raises(InvalidInput, match="cannot be loaded"):
+    with pytest.raises(InvalidInput, match="does not exist"):
         Checkpoint(str(tmp_path / "nowhere" / "at" / "all"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInput, match="cannot be loaded"):
+        Checkpoint(str(tmp_path / "empty"))
     place = changed(checkpoint, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(InvalidInput, match="weights of"):

@@ -188,6 +188,13 @@ def test_a_tier_that_is_closed_keeps_nothing_and_says_so():
     assert_like_cold(stack, again, text)
 
 
+def test_a_tier_that_is_closed_already_is_refused():
+    tier = HostTier(8 << 20)
+    tier.close(TIMEOUT_S)
+    with pytest.raises(InvalidInput, match="is closed, and would keep nothing"):
+        stack_with([tier])
+
+
 def test_after_the_tiers_of_a_manager_are_closed_a_request_stays_where_it_is():
     tier = HostTier(8 << 20)
     stack = stack_with([tier])

@@ -379,6 +379,8 @@ def _require_tiers(tiers: Sequence[Tier], model_id: str, *, encrypt: bool) -> No
                 f"{tier!r} is not a tier: give HostTier(...), DiskTier(...) or what has the calls "
                 f"{', '.join(TIER_CALLS)}"
             )
+        if getattr(tier, "is_closed", False):
+            raise InvalidInput(f"{tier!r} is closed, and would keep nothing: make another one")
         if encrypt and not (isinstance(tier, HostTier) or getattr(tier, "encrypts", False)):
             raise InvalidInput(
                 f"encrypt=True: {tier!r} would get records as they are: encrypt where it keeps "
