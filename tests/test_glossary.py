@@ -24,8 +24,9 @@ PLAIN = set(
         r"\w+",
         """
         accepted acquire advance after align all allocate allow alone appended asked asker at
-        attention before bf16 build by byte cache call can check clamped closed cls collect collector
-        compressed compression compute config content continue copy count deferred detach device
+        attention before bf16 build by byte cache call can check clamped closed cls collect
+        collector compressed compression compute config content continue copy count deferred detach
+        device
         dict dim
         direct disk done drop dsv end error extra for format forward free from get gpu head
         hidden hold host http id input invalid invariant keep kind last later latest length like

@@ -44,7 +44,7 @@ def _format_name(name: str) -> str:
 
 def _fit_or_not(found: Deployment, gpus: Gpus) -> str:
     weights = format_like(found.weights_bytes, gpus.unit)
-    in_formats = f" in {_formats(found)}" if found.weights_formats else ", as given"
+    in_formats = f" in {_formats(found)}" if found.weights_formats else ", as given, split evenly"
     if found.fits:
         first, *more = _fits(found)
         counts = [f"{_count(first)} requests of {format_tokens(first.context_tokens)}"]

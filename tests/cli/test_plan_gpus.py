@@ -98,7 +98,7 @@ def test_the_answer_says_which_weights_it_counts_and_what_would_change_them(tmp_
     assert "--weights" not in first
     assert "quantization_config.quant_method='fp8' and expert_dtype='FP4'. --weights" in notes
     given = run_json(str(path), "--gpus", "4xH200", "--weights", "200GB")["answer"]
-    assert "(200 GB of weights, as given)" in given
+    assert "(200 GB of weights, as given, split evenly)" in given
 
 
 @pytest.mark.parametrize(
