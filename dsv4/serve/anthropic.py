@@ -158,7 +158,7 @@ def _read(text: str, reader: CallReader | None, *, is_last: bool) -> list[str | 
     """What a text adds to an answer; with the last one also what was held back."""
     if reader is None:
         return [text] if text else []
-    return reader.push(text) + (reader.end() if is_last else [])
+    return reader.read(text, is_last=is_last)
 
 
 def _block(part: str | Call) -> dict[str, Any]:

@@ -71,6 +71,10 @@ class CallReader:
         self.held = self.held[certain:]
         return _joined(found)
 
+    def read(self, text: str, *, is_last: bool) -> list[str | Call]:
+        """What this text completes, and with the last one what was held back."""
+        return self.push(text) + (self.end() if is_last else [])
+
     def end(self) -> list[str | Call]:
         """What is left when nothing more comes."""
         left, self.held = self.held, ""

@@ -321,7 +321,7 @@ class _Chat:
             return text, []
         reader = self._readers[nth]
         before = reader.calls
-        found = reader.push(text) + (reader.end() if piece.finish is not None else [])
+        found = reader.read(text, is_last=piece.finish is not None)
         calls = [each for each in found if isinstance(each, Call)]
         return "".join(each for each in found if isinstance(each, str)), [
             {
